@@ -34,7 +34,7 @@ _FACTORS = {"BertNormalizer": 9, "ByteLevel": 4, "Lowercase": 3, "Nmt": 1, "Stri
 def growth_of(normalizer: Any) -> int:
     """Return the most characters that a normalizer, given as JSON, can make out of one."""
     growth = 1
-    steps = list(_steps(normalizer))
+    steps = list(flat_steps(normalizer))
     for step in steps:
         growth *= _factor(step)
     return growth * (_DECOMPOSED if any(step.get("type") in _DECOMPOSES for step in steps) else 1)
@@ -62,13 +62,13 @@ def check_normalized(num_chars: int, growth: int) -> None:
         )
 
 
-def _steps(normalizer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a normalizer, including nested lists; the JSON parser bounds the depth."""
-    pending = [normalizer]
+def flat_steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or pre-tokenizer, also in nested lists; JSON bounds the depth."""
+    pending = [part]
     while pending:
         step = pending.pop()
         if isinstance(step, Mapping):
-            inner = step.get("normalizers")
+            inner = step.get("normalizers", step.get("pretokenizers"))
             if isinstance(inner, list):
                 pending += inner
             else:

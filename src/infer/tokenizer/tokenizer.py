@@ -32,18 +32,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
 
 from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
-from infer.tokenizer.growth import check_normalized, growth_of
+from infer.tokenizer.growth import check_normalized, flat_steps, growth_of
 from infer.tokenizer.special_text import SpecialText
 from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+RULE, SLICE = 256, 4096  # characters of a piece on the ruler, and of a text that is measured at a time
 LONG_TEXT = 2048  # normalized characters of a long text, which takes a millisecond or two to encode
+_KEEPERS = (None, "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")  # lose no text
 _KNOWN_PATTERNS = {pattern for rule in SPLIT_RULES.values() for pattern in rule.patterns}
 
 
@@ -58,6 +61,7 @@ class Tokenizer:
         vocab = core.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         self._most_chars = _most_chars(core, vocab)
+        self._ruler = None if _keeps_lengths(core) else _ruler(core)
         self._growth = growth_of(_state(core.normalizer))
         self._long_text = LONG_TEXT // self._growth if _has_known_patterns(core) else 0
         self.bos_id = vocabulary.bos_id
@@ -110,8 +114,8 @@ class Tokenizer:
         `context_len` tokens, even if all were the longest in the vocabulary, is refused without encoding it.
         """
         if context_len is not None and self._most_chars is not None:
-            least = (len(text) - text.count(guard) if guard else len(text)) // self._most_chars
-            if least > context_len:
+            bare = text.replace(guard, "") if guard else text
+            if (least := self._least_tokens(bare, context_len)) > context_len:
                 raise ContextOverflow(least, 1, context_len, is_least=True)
         check_normalized(len(text), self._growth)
         ids = self._encode_markup(text, guard) if parse_special else self._encode_parts([text], [])
@@ -150,6 +154,21 @@ class Tokenizer:
         token_id = self._core.token_to_id(text)
         return None if token_id is None or token_id >= self.vocab_size else int(token_id)
 
+    def _least_tokens(self, text: str, context_len: int) -> int:
+        """Return the fewest tokens that a text can have, or a number above `context_len` that it has."""
+        assert self._most_chars is not None
+        if self._ruler is None:
+            return len(text) // self._most_chars
+        if len(text) * self._growth // self._most_chars <= context_len:
+            return 0
+        num_chars = 0
+        for start in range(0, len(text), SLICE):
+            piece = text[start : start + SLICE]
+            num_chars += RULE * (len(self._encode_with(self._ruler, piece, is_long=True)) - 1)
+            if num_chars // self._most_chars > context_len:
+                break
+        return num_chars // self._most_chars
+
     def _encode_markup(self, text: str, guard: str) -> list[int]:
         parts: list[str] = []
         specials: list[int] = []
@@ -174,12 +193,15 @@ class Tokenizer:
         return [next(remaining) if i == self._anchor_id else i for i in ids if i != self._cut_id]
 
     def _encode_raw(self, text: str) -> list[int]:
+        return self._encode_with(self._core, text, is_long=len(text) >= self._long_text)
+
+    def _encode_with(self, core: Any, text: str, *, is_long: bool) -> list[int]:
         try:
             with library_errors(RequestError):
-                if len(text) < self._long_text:
-                    ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+                if is_long:
+                    ids: list[int] = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
                 else:
-                    ids = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                    ids = core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
             raise RequestError("the prompt must be text without lone surrogates (U+D800 to U+DFFF)") from None
         return ids
@@ -249,26 +271,43 @@ BYTE_OF_CHAR = _printable_bytes()
 
 
 def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
-    """Return the most characters of a text that one token can represent, or None if there is no limit.
+    """Return the most characters of a normalized text that a token can represent, or None: there is no limit.
 
-    It is the length of the longest spelling, in which a byte takes a character or more; if characters are
-    composed first (NFC), up to three become two bytes. Other normalizers may drop text altogether, and
-    without byte tokens an unknown token can represent any text.
+    It is the length of the longest spelling, in which a byte takes a character or more, or of the longest
+    normalized text of an added token. Twice that allows for composed characters (up to three become two
+    bytes), and for a normalizer that sees slices of a text, or text in place of an added token.
     """
-    normalizer = _state(core.normalizer)
-    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-    is_byte_level = core.pre_tokenizer is not None and b"ByteLevel" in core.pre_tokenizer.__getstate__()
-    for step in steps:
-        is_to_marks = step["type"] == "Replace" and step["pattern"] == {"String": " "}
-        if not (
-            is_to_marks or step["type"] in (None, "Prepend") or (step["type"] == "NFC" and is_byte_level)
-        ):
-            return None
-    added = [token for token in core.get_added_tokens_decoder().values() if not token.special]
-    takes_spaces = any(token.lstrip or token.rstrip for token in added)
+    steps = list(flat_steps(_state(core.pre_tokenizer)))
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    if any(step["type"] not in _KEEPERS or step.get("behavior") == "Removed" for step in steps):
+        return None
+    added = core.get_added_tokens_decoder().values()
+    takes_spaces = any((token.lstrip or token.rstrip) and not token.special for token in added)
     if takes_spaces or not (is_byte_level or getattr(core.model, "byte_fallback", False)):
         return None
-    return 2 * max(map(len, vocab), default=1)
+    texts = [token.content for token in added]
+    if core.normalizer is not None:
+        texts += [core.normalizer.normalize_str(text) for text in texts]
+    return 2 * max(map(len, [*vocab, *texts]), default=1)
+
+
+def _keeps_lengths(core: Any) -> bool:
+    """Return True if normalization shortens no text, except by composing characters that take more bytes."""
+    is_byte_level = core.pre_tokenizer is not None and b"ByteLevel" in core.pre_tokenizer.__getstate__()
+    return all(
+        step["type"] in (None, "Prepend")
+        or (step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == "▁")
+        or (step["type"] == "NFC" and is_byte_level)
+        for step in flat_steps(_state(core.normalizer))
+    )
+
+
+def _ruler(core: Any) -> Any:
+    """Return a tokenizer that normalizes as `core` does, and makes a token of each RULE characters."""
+    ruler = RawTokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    ruler.normalizer = core.normalizer
+    ruler.pre_tokenizer = pre_tokenizers.Split(Regex(f"(?m).{{1,{RULE}}}"), "isolated")
+    return ruler
 
 
 def _state(part: Any) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from infer.constraints.token_bytes import tokenizer_json
-from infer.errors import CheckpointError, RequestError
+from infer.errors import CheckpointError, ContextOverflow, RequestError
 from infer.tokenizer import growth
 from infer.tokenizer.growth import MAX_GROWTH, growth_of
-from infer.tokenizer.tokenizer import Tokenizer
+from infer.tokenizer.tokenizer import RULE, Tokenizer
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 
@@ -88,6 +90,56 @@ def test_a_text_that_could_become_too_long_is_refused(model: Path, monkeypatch: 
     assert tokenizer.encode("a" * 100)
     with pytest.raises(RequestError, match="101 characters, and this model's tokenizer accepts at most 100"):
         tokenizer.encode("a" * 101)
+
+
+STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
+GROWING = sequence(replace({"String": "e"}, "eeee eeee eeee e"), replace({"String": "e"}, "b" * 16))
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "char", "factor"),
+    [({"type": "NFKC"}, "\ufdfa", 18), ({"type": "NFKD"}, "a", 1), (GROWING, "e", 211), (LONG, "a", 100)],
+)
+def test_a_text_that_grows_beyond_the_context_is_refused_before_it_is_encoded(
+    model: Path, normalizer: dict[str, Any], char: str, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.from_directory(rewrite(model, normalizer=normalizer))
+    assert tokenizer._most_chars is not None
+    num_chars = 120 * tokenizer._most_chars // factor + 2 * RULE
+    num_tokens = len(tokenizer.encode(char * num_chars))
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer, "_encode_raw", lambda text: pytest.fail("it was encoded"))
+        for text in (char * num_chars, char * 50 * num_chars):
+            with pytest.raises(ContextOverflow, match="prompt has at least") as caught:
+                tokenizer.encode(text, context_len=100)
+            assert len(text) > num_chars or 100 < caught.value.lengths[0] <= num_tokens
+    short = "b" * 300  # it does not grow
+    assert tokenizer.encode(short, context_len=100) == tokenizer.encode(short)
+    with pytest.raises(RequestError, match="without lone surrogates"):
+        tokenizer.encode("\ud800" * num_chars, context_len=100)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [{"type": "NFKC"}, GROWING, sequence({"type": "Lowercase"}, {"type": "NFKD"}), STRIP],
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(text=st.text(st.sampled_from("aeB \n\ufdfa①ế\u0308日<|>"), max_size=300))
+def test_no_text_that_fits_is_refused_whatever_the_normalizer(
+    model: Path, normalizer: dict[str, Any], text: str
+) -> None:
+    tokenizer = Tokenizer.from_directory(rewrite(model, normalizer=normalizer))
+    ids = tokenizer.encode(text, add_special=False)
+    assert tokenizer.encode(text, add_special=False, context_len=len(ids)) == ids
+
+
+def test_a_pre_tokenizer_that_drops_text_leaves_no_limit_of_characters(model: Path) -> None:
+    drop = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    nested = {"type": "Sequence", "pretokenizers": [drop]}
+    parts = {"type": "Sequence", "pretokenizers": [nested, to_bytes]}
+    tokenizer = Tokenizer.from_directory(rewrite(model, pre_tokenizer=parts))
+    assert len(tokenizer.encode("a" * 100_000 + "b", context_len=10)) < 4
 
 
 def test_others_run_while_a_slow_pattern_matches(model: Path) -> None:
