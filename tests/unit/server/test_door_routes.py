@@ -330,6 +330,10 @@ def test_more_tokens_than_fit_fill_the_context(oracle: LLM) -> None:
     long = {"max_tokens": 5, "messages": [{"role": "user", "content": "river " * 50_000}]}
     said = refused(place.request("POST", MESSAGES, json=long), 400, "invalid_request_error")
     assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum; shorten the messages", said)
+    endless = {"messages": [{"role": "user", "content": "river " * 500_000}]}  # not even counted
+    assert refused(place.request("POST", COUNT, json=endless), 400, "invalid_request_error").startswith(
+        "prompt is too long: "
+    )
     error = place.request("POST", RESPONSES, json={"input": "river " * 50_000}).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 

@@ -67,20 +67,25 @@ async def create_message(body: MessagesRequest, http: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
     """Return the number of tokens of a conversation's prompt."""
     with spelled(body.spellings):
-        job = await open_agent(http, body, messages_to_chat)
+        job = await _open_agent(http, body)
     return json_response({"input_tokens": len(job.requests[0].prompt)}, body)
 
 
 async def open_message(body: MessagesRequest, http: Request) -> Job:
     """Return the job of a chat; without its `max_tokens` if that exceeds the rest of the context."""
-    try:
-        job = await open_agent(http, body, messages_to_chat)
-    except ContextOverflow as error:
-        raise _too_long(*error.lengths) from None
+    job = await _open_agent(http, body)
     num_prompt, context_len = len(job.requests[0].prompt), job.model.encoder.context_len
     if num_prompt >= context_len:
         raise _too_long(num_prompt, context_len)
     return fill_context(job)
+
+
+async def _open_agent(http: Request, body: CountTokensRequest) -> Job:
+    """Return the job of a chat; a prompt that is too long is refused in Anthropic's words."""
+    try:
+        return await open_agent(http, body, messages_to_chat)
+    except ContextOverflow as error:
+        raise _too_long(*error.lengths) from None
 
 
 def _too_long(num_prompt_tokens: int, context_len: int) -> ContextOverflow:
