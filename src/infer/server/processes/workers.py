@@ -173,12 +173,14 @@ class Workers:
         """Ping a process that owes an answer, and extend `limit` each time."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(EngineStopped):  # the process is gone
-            while not limit.expired():
+            while True:
+                await asyncio.sleep(PING_INTERVAL)
+                if limit.expired():
+                    return
                 if not self._board.is_starting:  # else it may still import its modules
                     limit.reschedule(loop.time() + PING_TIMEOUT)
                 await process.channel.call(messages.CheckAlive())
                 process.note_answer(has_answered=True)
-                await asyncio.sleep(PING_INTERVAL)
 
     def tell(self, message: ProcessMessage) -> None:
         """Send every process a message that needs no answer."""
