@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
-from infer.cli.terminal import WordWrap
+from infer.cli.terminal import WordWrap, obeys_sequences
 from infer.dialects.events import AnswerEvent, ReasoningDelta, TextDelta, ToolCall, join_calls
 
 
@@ -115,7 +115,7 @@ class Screen:
 
     def __init__(self, *, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
-        is_dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        is_dim = sys.stderr.isatty() and obeys_sequences() and "NO_COLOR" not in os.environ
         self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if is_dim else ("", "")
         self._num_hidden = 0  # characters of reasoning
         self._is_reasoning = False
@@ -159,6 +159,7 @@ def write_out(text: str) -> None:
     sys.stdout.flush()
 
 
-def notice(text: str) -> None:
-    """Tell the user something that is not part of the answer."""
-    print(text, file=sys.stderr, flush=True)
+def notice(text: str, *, indent: int = 0) -> None:
+    """Tell the user something that is not part of the answer; a line too long for the terminal is broken."""
+    lines = WordWrap(sys.stderr, indent=indent)
+    print(lines.feed(text) + lines.end(), file=sys.stderr, flush=True)

@@ -83,7 +83,7 @@ def _help(conversation: ChatSession, argument: str) -> None:
         ours: f" (also {', '.join(n for n in ALIASES if ALIASES[n] == ours)})" for ours in ALIASES.values()
     }
     for name, command in COMMANDS.items():
-        notice(f"  {f'{name} {command.takes}':<18} {command.help}{also.get(name, '')}")
+        notice(f"  {f'{name} {command.takes}':<18} {command.help}{also.get(name, '')}", indent=21)
     notice(KEYS)
 
 
@@ -111,7 +111,9 @@ def _set(conversation: ChatSession, argument: str) -> None:
         return
     if not value.strip():
         for each in [name] if name else flags.CHAT_HELP:
-            notice(f"  {each:<20} {_value(conversation, each):<13} {flags.CHAT_HELP[each]}")
+            name_len = max(map(len, flags.CHAT_HELP))
+            shown = f"  {each:<{name_len}} {_value(conversation, each):<13} "
+            notice(shown + flags.CHAT_HELP[each], indent=len(shown))
         return
     args = conversation.args
     before = dict(vars(args))

@@ -102,6 +102,8 @@ def _run(words: list[str]) -> int:
     keep_bytecode()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not encode every character
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # Python may let invalid bytes through, as lone surrogates
     try:
         if words[0] not in LIGHT:
             check_limits()

@@ -14,12 +14,16 @@ suggests, and the example of a value, are read from the help text. Only public m
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TextIO, cast
 
 from infer.cli.readers import KINDS
+from infer.cli.terminal import is_terminal
 from infer.config.settings import knob_table
 from infer.errors import nearest
 
@@ -33,15 +37,34 @@ ELSEWHERE = {
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100", "GB/S": "450", "US": "6"}
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter for help of a fixed width."""
+HELP_COLUMNS = 100  # width of help texts in pipes, files and wide terminals
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # what argparse of Python 3.14 writes to terminals
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=100)
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter for help of a fixed width, or of the width of a narrower terminal."""
+
+    def __init__(self, prog: str, *, columns: int = HELP_COLUMNS) -> None:
+        super().__init__(prog, max_help_position=28, width=min(columns, HELP_COLUMNS))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Return a description or examples; if a line is too long, paragraphs are broken anew.
+
+        Indented lines stay whole: they are commands to copy.
+        """
+        if max(map(len, text.splitlines()), default=0) <= width:
+            return super()._fill_text(text, width, indent)
+        joined = re.sub(r"^(\S.*)\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
+        lines = (line if line.startswith(" ") else _fold(line, width) for line in joined.splitlines())
+        return "\n".join(lines) + "\n"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         """Return the lines of a help text; names of flags and files stay whole."""
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+        return _fold(" ".join(text.split()), width).split("\n")
+
+
+def _fold(line: str, width: int) -> str:
+    return textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +89,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(self._complaint(unknown))
         return parsed, unknown
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; the lines fit the terminal that shows them."""
+        stream = cast("TextIO", sys.stdout if file is None else file)
+        if is_terminal(stream) and (columns := os.get_terminal_size(stream.fileno()).columns) > 2:
+            self.formatter_class = partial(HelpFormatter, columns=columns - 2)
+        super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """Exit with a message; messages of argparse are reworded."""
@@ -150,4 +180,5 @@ class Parser(argparse.ArgumentParser):
         return re.findall(r"(?<![\w-])--?[a-z][\w-]*", self._help())
 
     def _help(self) -> str:
-        return re.sub(r"-\n\s+", "-", self.format_help())  # a line may end within a name
+        """Return the help text without colours; a name that a line ends in is whole."""
+        return re.sub(r"-\n\s+", "-", COLOUR.sub("", self.format_help()))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from infer.cli.answer import notice
-from infer.cli.terminal import is_terminal
+from infer.cli.terminal import is_terminal, obeys_sequences
 from infer.errors import ModelSourceError, RequestError
 from infer.loader.find.default_model import models_dir
 
@@ -109,9 +109,9 @@ def piped_messages() -> Iterator[Said]:
 
 
 def line_reader(completes: Completes, *, keeps_history: bool) -> ReadLine:
-    """Return the reader of lines from the terminal: an editor, or `input` where there is none."""
+    """Return the reader of lines from the terminal: an editor, or `input` where none can be drawn."""
     screen = sys.stdout if is_terminal(sys.stdout) else sys.stderr
-    if not (is_terminal(sys.stdin) and is_terminal(screen)):
+    if not (is_terminal(sys.stdin) and is_terminal(screen) and obeys_sequences()):
         return _plain_line
     session = _open_editor(completes, keeps_history=keeps_history)
 

@@ -29,7 +29,7 @@ from infer.cli.answer import write_out
 from infer.cli.flags import KNOB
 from infer.cli.interrupts import importing
 from infer.cli.readers import zero_or_more
-from infer.cli.terminal import guarded, is_terminal
+from infer.cli.terminal import guarded, is_terminal, obeys_sequences
 from infer.errors import ConfigError
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
 
@@ -119,7 +119,7 @@ class StepScreen:
             elif key == "b":
                 place = max(place - 1, 0)
             elif key == "d":
-                top += page if top + page < self.frames[place].text.count("\n") else 0
+                top += page if top + page < len(_fold(self.frames[place])) else 0
             elif key == "u":
                 top = max(top - page, 0)
             elif key == "n":
@@ -140,12 +140,16 @@ class StepScreen:
     def _draw(self, frame: Frame, top: int, shown: str, *, is_last: bool) -> int:
         """Draw a frame from line `top` on, as far as the terminal has lines; returns that many."""
         columns, rows = shutil.get_terminal_size()
-        lines = [line[: columns - 1] for line in frame.text.splitlines()]
+        lines = _fold(frame)
         status = f"[step {frame.step} of {self.frames[-1].step}" + (", the last one] " if is_last else "] ")
         page = max(rows - 2 - shown.count("\n") - len(status + KEYS + TALL) // columns - 1, 1)
         if len(lines) > page:
             status += TALL.format(first=top + 1, last=min(top + page, len(lines)), of=len(lines))
-        write_out(f"{CLEAR}" + "\n".join(lines[top : top + page]) + f"\n\n{shown}\n{status}{KEYS} ")
+        write_out(
+            (CLEAR if obeys_sequences() else "\n")
+            + "\n".join(lines[top : top + page])
+            + f"\n\n{shown}\n{status}{KEYS} "
+        )
         return page
 
     def _read_key(self, *, waits: bool) -> str:
@@ -168,6 +172,13 @@ class StepScreen:
                 digits += key
                 write_out(key)
         return int(digits) if digits and int(digits) > 0 else None
+
+
+def _fold(frame: Frame) -> list[str]:
+    """The lines of a frame, broken at the width of the terminal."""
+    width = max(shutil.get_terminal_size().columns - 1, 1)
+    lines = frame.text.splitlines()
+    return [line[start : start + width] for line in lines for start in range(0, max(len(line), 1), width)]
 
 
 def add_watch(group: argparse._ActionsContainer) -> None:

@@ -26,6 +26,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 PLAIN = "\x1b[?2004l\x1b[?25h\r\n"  # no bracketed paste, a cursor, a new line
 USUAL_COLUMNS = 80  # width of a terminal that does not know its size
 LOCAL_MODES = 3  # index of the local modes in the result of tcgetattr
+DUMB = ("dumb", "unknown")  # values of TERM for terminals that show control sequences as text
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -34,6 +35,11 @@ def is_terminal(stream: TextIO) -> bool:
         return os.isatty(stream.fileno())
     except (OSError, ValueError):  # a closed stream, or an object in its place
         return False
+
+
+def obeys_sequences() -> bool:
+    """Return True if the terminal obeys control sequences, which a dumb one would show as text."""
+    return os.environ.get("TERM", "").lower() not in DUMB
 
 
 @contextmanager
@@ -51,7 +57,7 @@ def guarded() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         restore()
         for stream in (sys.stdout, sys.stderr):
-            if is_terminal(stream):
+            if is_terminal(stream) and obeys_sequences():
                 with suppress(OSError):
                     os.write(stream.fileno(), PLAIN.encode())
                 break
@@ -92,7 +98,7 @@ def drop_typed() -> None:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show `what` on a terminal's standard error while the block runs; then clear the line."""
-    if not is_terminal(sys.stderr):
+    if not (is_terminal(sys.stderr) and obeys_sequences()):
         yield
         return
     is_done = threading.Event()
@@ -122,11 +128,13 @@ class WordWrap:
 
     A word is held back until it is complete. Wide characters are words of their own, since the languages that
     are written with them have no spaces. A word longer than a line is left to the terminal. Control
-    characters are escaped: a text must not move the cursor, or forge the question about a tool call.
+    characters are escaped: a text must not move the cursor, or forge the question about a tool call. Where a
+    line is broken, the next one is indented.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, indent: int = 0) -> None:
         self._handle = stream.fileno() if is_terminal(stream) else None
+        self._indent = indent
         self._column = 0
         self._spaces = ""
         self._word = ""
@@ -168,8 +176,9 @@ class WordWrap:
         columns = os.get_terminal_size(self._handle).columns or USUAL_COLUMNS  # asked again: windows change
         width = sum(map(char_width, word))
         if self._column and self._column + _width(spaces) + width > columns:
-            self._column = width % columns
-            return f"\n{word}"
+            indent = self._indent if self._indent + width <= columns else 0
+            self._column = (indent + width - 1) % columns + 1
+            return f"\n{' ' * indent}{word}"
         self._column = (self._column + _width(spaces) + width - 1) % columns + 1
         return spaces + word
 

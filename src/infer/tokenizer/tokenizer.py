@@ -203,7 +203,10 @@ class Tokenizer:
                 else:
                     ids = core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
-            raise RequestError("the prompt must be text without lone surrogates (U+D800 to U+DFFF)") from None
+            raise RequestError(
+                "the prompt must be text without lone surrogates (U+D800 to U+DFFF); "
+                "Python reads bytes that are not UTF-8 as these"
+            ) from None
         return ids
 
     def _find_wrapping(self, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:

@@ -49,7 +49,7 @@ class Typed(io.StringIO):
 def infer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run `infer ARGUMENTS` in this process on a fake model; `stdin` is piped in, or typed."""
 
-    def run(*arguments: str, stdin: str = "", is_typed: bool = False, **fake: Any) -> Outcome:
+    def run(*arguments: str, stdin: str | bytes = "", is_typed: bool = False, **fake: Any) -> Outcome:
         llm = fake.pop("llm", None) or FakeLLM(**fake)
 
         def open_fake(args: Any, observer: Any = None) -> FakeLLM:
@@ -57,7 +57,9 @@ def infer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             return llm
 
         monkeypatch.setattr(asking, "open_llm", open_fake)
-        monkeypatch.setattr(sys, "stdin", Typed(stdin) if is_typed else io.StringIO(stdin))
+        piped = stdin if isinstance(stdin, bytes) else stdin.encode()  # decoded as in the locale C.UTF-8
+        source = io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8", errors="surrogateescape", newline="\n")
+        monkeypatch.setattr(sys, "stdin", Typed(str(stdin)) if is_typed else source)
         capsys.readouterr()
         try:
             code = main(arguments)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 from infer.cli import flags
 from infer.cli.chat_commands import complete
 from infer.cli.conversation import ChatSession
+from infer.cli.terminal import WordWrap
 from infer.errors import DeviceLost, EngineError, EngineStopped, ModelSourceError
 from tests.unit.cli.ctrl_c import press_ctrl_c
 from tests.unit.cli.fake_llm import FakeLLM
@@ -326,9 +328,9 @@ def test_set_changes_the_parameters_of_the_next_answers(infer: Infer) -> None:
         ("/set temperature hot", "[not set: temperature must be a number, or 'default', got 'hot']"),
         ("/set temperature -1", "[not set: temperature must be"),
         ("/set ignore_eos maybe", "[not set: ignore_eos must be on or off, or 'default', got 'maybe']"),
-        ("/set top_k", "  top_k                0  "),
+        ("/set top_k", "  top_k                      0  "),
         ("/set num_speculative_tokens 99", "[not set: num_speculative_tokens must be"),
-        ("/set", "  temperature          0.7 "),
+        ("/set", "  temperature                0.7 "),
     ],
 )
 def test_set_explains_itself(infer: Infer, line: str, said: str) -> None:
@@ -410,6 +412,7 @@ def test_what_the_search_for_a_model_says_has_its_own_line(
 
     monkeypatch.setattr("infer.cli.chat_commands.check_model", check)
     monkeypatch.setattr("infer.cli.terminal.is_terminal", lambda stream: stream is sys.stderr)
+    monkeypatch.setattr("infer.cli.answer.WordWrap", lambda stream, **_: WordWrap(io.StringIO()))
     err = infer("chat", stdin="/model nope/nope\n").err
     assert "asking the hub for nope/nope\ninfer: error: the hub knows no such model\n" in err
     assert "\rasking" not in err and "looking for" not in err

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,23 @@ def test_a_letter_the_terminal_cannot_show_does_not_end_the_program(
     outcome = infer("generate", "ü!")
     assert outcome.code == 0
     assert raw.getvalue() == b"?!\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_piped_bytes_that_are_not_utf8_are_called_that(infer: Infer, command: str) -> None:
+    outcome = infer(command, stdin="grüß\n".encode("latin-1"))
+    assert outcome.code != 0
+    assert "standard input is not UTF-8" in outcome.err
+
+
+def test_coloured_help_still_gives_names_and_examples(infer: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 colours the help that a terminal shows."""
+    plain = ArgumentParser.format_help
+    monkeypatch.setattr(
+        ArgumentParser, "format_help", lambda self: re.sub(r"(--[\w-]+)", "\x1b[1;36m\\1\x1b[0m", plain(self))
+    )
+    assert "did you mean --max-batch-size?" in infer("serve", "--max-batchsize", "3").err
+    assert "for example 8000" in infer("serve", "--port", "x").err
 
 
 def test_fetch_prints_where_the_model_lies(infer: Infer, tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def test_a_frame_taller_than_the_terminal_is_shown_page_by_page(model: Path) -> 
         assert terminal.is_as_before
 
 
+def test_a_line_wider_than_the_terminal_goes_on_in_the_next(model: Path) -> None:
+    words = infer_command("step", "the river", "--model", str(model), *FLAGS)
+    with Terminal(words, env={"HF_HUB_OFFLINE": "1"}, columns=70, timeout_s=180.0) as terminal:
+        terminal.wait_for("step 1: ")
+        frame = terminal.wait_for("[step 1 of 1]")
+        assert max(map(len, frame.splitlines())) < 70
+        assert ".: free" in frame.replace("\n", "")  # the end of the longest line
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
 def test_help_names_every_key() -> None:
     assert all(
         re.search(rf"^{key}", HELP, re.MULTILINE) for key in ("space", "b ", "n 12", "d, u", "q", r"\?")

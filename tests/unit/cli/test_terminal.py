@@ -40,16 +40,19 @@ def chat(tmp_path: Path) -> Open:
     """Open a terminal with a conversation in it; the model repeats a message in capitals."""
 
     def open_chat(*flags: str, seconds: float = 0.0, columns: int = 80, command: str = "chat") -> Terminal:
-        env = {
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-            "XDG_CACHE_HOME": str(tmp_path),
-            "SECONDS_PER_LETTER": str(seconds),
-        }
-        terminal = Terminal([sys.executable, "-c", CHAT, command, *flags], env=env, columns=columns)
+        terminal = open_terminal(tmp_path, command, *flags, columns=columns, SECONDS_PER_LETTER=str(seconds))
         terminal.wait_prompt()
         return terminal
 
     return open_chat
+
+
+def open_terminal(folder: Path, *words: str, columns: int = 80, **env: str) -> Terminal:
+    """A terminal in which a command of `infer` runs, with the model of `chat`."""
+    settings = {
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "XDG_CACHE_HOME": str(folder), "SECONDS_PER_LETTER": "0"
+    }  # fmt: skip
+    return Terminal([sys.executable, "-c", CHAT, *words], env=settings | env, columns=columns)
 
 
 def messages(terminal: Terminal, folder: Path) -> list[str]:
@@ -186,12 +189,42 @@ def test_an_answer_breaks_between_words_at_the_width_of_the_terminal(chat: Open)
         assert "THE QUICK BROWN FOX\nJUMPS OVER THE LAZY DOG\n" in answer
 
 
+def test_notices_break_between_words_and_keep_their_columns(chat: Open) -> None:
+    with chat(columns=60) as terminal:
+        for command in ("/help", "/set"):
+            lines = terminal.ask(command).splitlines()
+            assert max(map(len, lines)) <= 60
+        begun = next(place for place, line in enumerate(lines) if line.startswith("  ignore_eos "))
+        assert lines[begun + 1].strip() == "model's"
+        assert lines[begun + 1].index("model's") == lines[begun].index("go on past")
+
+
+def test_a_dumb_terminal_gets_no_control_sequences(tmp_path: Path) -> None:
+    with open_terminal(tmp_path, "chat", TERM="dumb") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("hello\r")
+        terminal.wait_for("HELLO\n> ")
+        terminal.type("/exit\r")
+        assert terminal.end() == 0
+        assert "\x1b" not in terminal.written
+
+
 def test_run_with_a_prompt_answers_and_leaves(tmp_path: Path) -> None:
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path), "SECONDS_PER_LETTER": "0"}
-    with Terminal([sys.executable, "-c", CHAT, "run", "x", "--seed", "1", "hello"], env=env) as terminal:
+    with open_terminal(tmp_path, "run", "x", "--seed", "1", "hello") as terminal:
         assert terminal.end() == 0
         assert terminal.text == "HELLO\n"
         assert terminal.is_as_before
+
+
+def test_help_fits_the_terminal(tmp_path: Path) -> None:
+    with open_terminal(tmp_path, "explain", "--help", columns=50) as terminal:
+        assert terminal.end() == 0
+        help_text, _, examples = terminal.text.partition("examples:\n")
+        assert max(map(len, help_text.splitlines())) <= 50
+        assert "became of its prompt, and what would" in " ".join(help_text.split())
+        assert (
+            "  infer explain req-7f21 --url http://gpu-box:8000 --api-key KEY\n" in examples
+        )  # can be copied
 
 
 # -- its parts -----------------------------------------------------------------------------------------------
