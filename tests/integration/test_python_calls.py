@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -187,6 +189,28 @@ def test_options_of_the_wrong_type_are_refused(llm: LLM, options: Any) -> None:
     with pytest.raises(RequestError) as caught:
         llm.generate(IDS, GREEDY, **options)
     assert caught.value.param in options
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def test_conversations_have_params_of_their_own_and_a_bar_as_prompts_have(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": word}] for word in ("a", "b")]
+    lengths = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    answers = llm.chat(chats, lengths, show_progress=True)
+    assert [len(answer.token_ids) for answer in answers] == [2, 5]
+    assert answers[1].token_ids == llm.chat(chats[1], lengths[1])[0].token_ids
+    with pytest.raises(RequestError, match="2 conversations but 1 sampling parameters"):
+        llm.chat(chats, lengths[:1])
+    for wrong in (4, {"max_tokens": 4}):
+        with pytest.raises(RequestError, match="params must be SamplingParams, got (int|dict)"):
+            llm.chat(chats, wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_is_not_copied_and_says_so(llm: LLM) -> None:
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="^LLM cannot be pickled or copied; make one in each process"):
+            copied(llm)
 
 
 # -- the same for many callers --------------------------------------------------------------------

@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from infer.dialects.events import TextDelta
 from infer.engine.engine import Engine
@@ -136,17 +136,7 @@ class LLM(TextModel):
 
         If some of the prompts fail in the engine, `BatchFailed` names them and holds the other answers.
         """
-        batch = as_batch(prompts)
-        if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
-            each: list[Any] = [params] * len(batch)
-        else:
-            each = list(params)
-        if len(each) != len(batch):
-            raise RequestError(
-                f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all or one each",
-                param="params",
-            )
-        asked = zip(batch, each, strict=True)
+        asked = _with_params(as_batch(prompts), params, "prompts")
         opens = [partial(self._open_prompt, prompt, own, **options) for prompt, own in asked]
         with self._in_turn():
             return self._answer(opens, show_progress=show_progress)
@@ -189,19 +179,23 @@ class LLM(TextModel):
     def chat(
         self,
         messages: Conversation | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several; a plain string is a conversation of one message.
 
+        Several conversations may share one `SamplingParams`, or have one each, as the prompts of `generate`.
         An answer's `text` does not include its `reasoning` and `tool_calls`, which have fields of their own.
         Options are fields of `ChatOptions`: `tools` are in the form of OpenAI's API, or Python functions
         (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
         max_reasoning_tokens, template_options; priority, deadline, cache_salt and adapter as in `generate`.
         """
-        opens = [partial(self._open_chat, each, params, **options) for each in as_conversations(messages)]
+        asked = _with_params(as_conversations(messages), params, "conversations")
+        opens = [partial(self._open_chat, each, own, **options) for each, own in asked]
         with self._in_turn():
-            return self._answer(opens)
+            return self._answer(opens, show_progress=show_progress)
 
     def embed(
         self,
@@ -325,6 +319,18 @@ class LLM(TextModel):
             if can_stop:
                 self.engine.abort(output.request_id, output.index)
         return outputs, finished
+
+
+def _with_params(batch: list[Any], params: object, named: str) -> list[tuple[Any, Any]]:
+    """Return each prompt with its parameters, which are given once for all or once for each."""
+    is_list = isinstance(params, Iterable) and not isinstance(params, Mapping | str)
+    each = list(cast("Iterable[object]", params)) if is_list else [params] * len(batch)
+    if len(each) != len(batch):
+        raise RequestError(
+            f"{len(batch)} {named} but {len(each)} sampling parameters; give one for all or one each",
+            param="params",
+        )
+    return list(zip(batch, each, strict=True))
 
 
 @dataclass(slots=True, eq=False)

@@ -57,6 +57,13 @@ def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any]
     return chat, cast("RequestOptions", request)
 
 
+PEER_OPTIONS = {  # names in the calls of other libraries, and the names here
+    "sampling_params": "params",
+    "use_tqdm": "show_progress",
+    "lora_request": "adapter",
+    "lora_path": "adapter",
+    "chat_template_kwargs": "template_options",
+}
 LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # names that templates have for an effort
 CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
@@ -368,7 +375,7 @@ def _check_options(options: RequestOptions) -> None:
         if name not in RequestOptions.__annotations__:
             if name in CHAT_OPTIONS:
                 raise RequestError.about(name, "is an option of a chat: use chat or stream_chat")
-            hint = closest(name, list(ChatOptions.__annotations__), listed="allowed")
+            hint = closest(name, list(ChatOptions.__annotations__), aliases=PEER_OPTIONS, listed="allowed")
             raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, TypeAlias, Unpack
+from typing import Any, NoReturn, TypeAlias, Unpack
 
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.build import build_engine
@@ -54,6 +54,9 @@ class TextModel:
     def _start(self, engine: Engine) -> None:
         """Take over the engine."""
         raise NotImplementedError
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled or copied; make one in each process")
 
     @property
     def _is_inherited(self) -> bool:

@@ -135,6 +135,8 @@ KNOWN = (
         ({"urgency": 1}, "unknown option 'urgency'; " + KNOWN),
         ({"parallel_tool_calls": False}, "unknown option 'parallel_tool_calls'; " + KNOWN),
         ({"reasoning_effort": "low"}, "unknown option 'reasoning_effort'; " + KNOWN),
+        ({"sampling_params": None}, "unknown option 'sampling_params'; did you mean 'params'?"),
+        ({"use_tqdm": False}, "unknown option 'use_tqdm'; did you mean 'show_progress'?"),
         ({"tools": []}, "tools is an option of a chat: use chat or stream_chat"),
         ({"temperature": 0.5}, "temperature belongs to the params: SamplingParams(temperature=...)"),
         ({"n": 2}, "n belongs to the params: SamplingParams(n=...)"),
