@@ -44,7 +44,11 @@ SILENCE_S = 3.0  # seconds until a wait for standard input is explained
 
 CONVERSATION: flags.Rows = {
     "--system TEXT": (str, "the system message to begin with"),
-    "--url URL": (str, "ask this server, with its defaults except --max-tokens; --model picks a model"),
+    "--url URL": (
+        str,
+        "ask the server at this address, or at unix:///path/of/socket, with its defaults except "
+        "--max-tokens; --model picks a model",
+    ),
     "--api-key KEY": (str, "the key that the server of --url asks for"),
     "--thinking": (bool, "let the model think first, if it can; default: as its template does", None),
     "--max-reasoning-tokens N": (

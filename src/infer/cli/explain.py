@@ -7,9 +7,9 @@ import http.client
 import json
 import urllib.error
 import urllib.parse
-import urllib.request
 
 from infer.cli import flags
+from infer.cli.connect import Unreachable, base_of, open_url
 from infer.errors import ConfigError, RequestError
 
 HELP = "tell why a request to a running server took as long as it did"
@@ -37,21 +37,20 @@ FLAGS: flags.Rows = {
 
 def run(args: argparse.Namespace) -> int:
     """Ask the server, and print its answer."""
-    base = args.url.rstrip("/").removesuffix("/v1")
-    url = f"{base}/explain/{urllib.parse.quote(args.request_id, safe='/')}"
+    path = f"/explain/{urllib.parse.quote(args.request_id, safe='/')}"
     headers = {"accept": "application/json" if args.json else "text/plain"}
     if args.api_key is not None:
         headers["authorization"] = f"Bearer {args.api_key}"
     try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with open_url(base_of(args.url), path, headers=headers, timeout_s=TIMEOUT_S) as answer:
             text = answer.read(MAX_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:  # the error is also the response
             raise RequestError(_reason(error)) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"cannot reach {base}: {reason}; is the server running?") from None
+    except Unreachable as error:
+        raise ConfigError(str(error)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"the answer of {args.url} broke off: {error}; try again") from None
     print(text if args.json else text.rstrip("\n"))
     return 0
 

@@ -21,7 +21,6 @@ import http.client
 import json
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from queue import SimpleQueue
@@ -29,6 +28,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.cli import flags
+from infer.cli.connect import Unreachable, base_of, open_url
 from infer.constraints.description import Structured
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, TextDelta
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
@@ -77,9 +77,7 @@ class RemoteModel:
         self.sampling = sampling  # may change between answers
         self._counts = counts
         self.is_patient = is_patient
-        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        if not self._base.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
+        self._base = base_of(url)
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             if not (api_key.isascii() and api_key.isprintable()):  # the key is not shown: logs keep messages
@@ -97,15 +95,15 @@ class RemoteModel:
     def _list_models(self) -> dict[str, int]:
         """Return the context of each model by its name."""
         is_it = "is this an OpenAI-compatible server?"
-        with self.open("/models", says=f"{self._base}/models answered {{status}}; {is_it}") as answer:
+        with self.open("/models", says=f"{self._base}/v1/models answered {{status}}; {is_it}") as answer:
             try:
                 cards = json.load(answer)["data"]
                 return {str(card["id"]): int(card.get("max_model_len") or 2**31) for card in cards}
             except (OSError, http.client.HTTPException) as error:
-                said = f"the answer of {self._base}/models broke off: {error}; try again"
+                said = f"the answer of {self._base}/v1/models broke off: {error}; try again"
                 raise ConfigError(said) from None
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                raise ConfigError(f"{self._base}/models does not list models; {is_it}") from None
+                raise ConfigError(f"{self._base}/v1/models does not list models; {is_it}") from None
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Unpack[ChatOptions]
@@ -142,16 +140,13 @@ class RemoteModel:
         """
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
-            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+            return open_url(self._base, f"/v1{path}", data=data, headers=self._headers, timeout_s=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:  # the error is also the response
                 raise _refusal(error, says.replace("{status}", str(error.code))) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
-            reason = getattr(error, "reason", None) or error
+        except Unreachable as error:
             kind = ConfigError if body is None else EngineError  # EngineError: it answered a moment ago
-            raise kind(f"cannot reach {self._base}: {reason}; is the server running?") from None
-        return answer
+            raise kind(str(error)) from None
 
 
 class RemoteStream(Iterator[TextDelta]):

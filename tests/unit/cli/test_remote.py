@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 
@@ -43,10 +46,11 @@ def server(
     bodies: list[dict[str, Any]] | None = None,
     refusal: tuple[int, bytes] = FULL,
     retry_after: str | None = None,
+    path: Path | None = None,
 ) -> Iterator[str]:
     """Answers every GET with `models` and every POST with `answer`, the first of these with a `refusal`.
 
-    What was posted is put into `bodies`; every answer says `retry_after`.
+    What was posted is put into `bodies`; every answer says `retry_after`. With a `path` it listens there.
     """
     posted: list[dict[str, Any]] = [] if bodies is None else bodies
     refusals = [refusal] * num_refused
@@ -74,11 +78,20 @@ def server(
 
         def log_message(self, *_: object) -> None: ...
 
-    listening = HTTPServer(("127.0.0.1", 0), Speaker)
+    if path is None:
+        listening = HTTPServer(("127.0.0.1", 0), Speaker)
+        url = f"http://127.0.0.1:{listening.server_port}"
+    else:
+        listening = HTTPServer(("", 0), Speaker, bind_and_activate=False)
+        listening.socket.close()
+        listening.socket = socket.socket(socket.AF_UNIX)
+        listening.socket.bind(str(path))
+        listening.server_activate()
+        url = f"unix://{quote(str(path))}"
     thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.server_port}"
+        yield url
     finally:
         listening.shutdown()
         thread.join()
@@ -209,7 +222,7 @@ def test_a_setting_is_sent_from_then_on(infer: Infer) -> None:
         talk = "a\n/set temperature 0.5\nb\n/set temperature default\nc\n/set top_p\n"
         outcome = infer("chat", "--url", url, stdin=talk)
     assert [body.get("temperature") for body in bodies] == [None, 0.5, None]
-    assert "  top_p                the server's " in outcome.err
+    assert "  top_p                      the server's " in outcome.err
 
 
 def test_another_model_of_the_server_goes_on_with_the_conversation(infer: Infer) -> None:
@@ -347,7 +360,32 @@ def test_an_event_that_cannot_be_read_is_an_error(infer: Infer, answer: bytes) -
 @pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:1/\xe9", "http://\xe9..b:1"])
 def test_an_address_that_is_none_is_not_reached(infer: Infer, url: str) -> None:
     outcome = infer("generate", "hi", "--url", url)
-    assert outcome.code == 2 and outcome.err.startswith(f"infer: error: cannot reach {url}/v1: ")
+    assert outcome.code == 2 and outcome.err.startswith(f"infer: error: cannot reach {url}: ")
+
+
+def test_a_server_is_asked_through_its_unix_socket_past_any_proxy(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    path = tmp_path / "a socket"
+    with server(ONE_MODEL, PIECE % b'"stop"', path=path) as url:
+        assert infer("generate", "hi", "--url", url).out == "hi\n"
+        assert infer("chat", "--url", url, stdin="hi\n").out == "hi\n"
+        assert "data" in infer("explain", "req-1", "--url", url).out
+    path.unlink()
+    gone = infer("generate", "hi", "--url", url)
+    assert gone.code == 2
+    assert f"cannot reach {url}: [Errno 2] No such file or directory; is the server running?" in gone.err
+
+
+def test_a_certificate_that_is_not_trusted_is_not_blamed_on_the_server(
+    infer: Infer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ssl.SSLCertVerificationError("self-signed certificate")
+
+    monkeypatch.setattr("http.client.HTTPSConnection.connect", refuse)
+    assert "; SSL_CERT_FILE=" in infer("generate", "hi", "--url", "https://127.0.0.1:1").err
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\u043a\u043b\u044e\u0447"])

@@ -311,11 +311,11 @@ def test_the_command_prints_the_text_and_says_what_is_wrong(
         def read(self, size: int) -> bytes:
             return b"the story\n"
 
-    def urlopen(request: Any, timeout: float) -> Answer:
+    def send(opener: object, request: Any, timeout: float) -> Answer:
         asked.append(request)
         return Answer()
 
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", send)
     assert main(["explain", "cmpl-1 2", "--url", "http://h:1/v1", "--api-key", "k"]) == 0
     assert capsys.readouterr().out == "the story\n"
     (request,) = asked
