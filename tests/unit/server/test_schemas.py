@@ -190,6 +190,14 @@ def test_a_refusal_without_content_is_the_text_of_its_message() -> None:
     assert say(content=None, refusal=7).messages[0]["content"] is None  # which the template refuses
 
 
+def test_a_refusal_among_the_parts_of_an_answer_is_its_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    content = say(role="assistant", content=parts).messages[0]["content"]
+    assert content == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for role, part in (("user", parts[1]), ("assistant", {"type": "refusal"})):
+        assert say(role=role, content=[part]).messages[0]["content"] == [part]  # which the template refuses
+
+
 def test_every_field_of_openai_s_client_is_known() -> None:
     """The names come from the package itself, so that a new one shows up here."""
     from openai.types import CompletionCreateParams, EmbeddingCreateParams

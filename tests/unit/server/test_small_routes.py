@@ -130,6 +130,7 @@ def test_embeddings_are_the_engines_in_either_encoding(wire: Wire, oracle: LLM, 
         raw = base64.b64decode(packed["data"][i]["embedding"])
         assert struct.unpack(f"<{len(wanted)}f", raw) == pytest.approx(wanted, abs=1e-5)
         assert math.hypot(*wanted) == pytest.approx(1.0)
+    assert numbers["id"].startswith("embd-") and numbers["id"] != packed["id"]  # Mistral's client needs one
     num_tokens = sum(len(oracle.encode(text)) for text in texts)
     assert numbers["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
@@ -246,7 +247,8 @@ def test_numbers_are_written_beside_the_event_loop_as_they_come(
     vectors: list[Any] = units if encoding == "float" else packed
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": 40, "total_tokens": 40}
-    wanted = {"object": "list", "data": data, "model": "tiny", "usage": usage}
+    about = {name: answer.json()[name] for name in ("id", "created")}
+    wanted = {"object": "list", "data": data, **about, "model": "tiny", "usage": usage}
     assert answer.content == orjson.dumps(wanted), "to the last bit"
 
     in_loop = {thread for name, thread in done if name == "embed"}

@@ -105,10 +105,22 @@ class Conversation(Body):
             # a null or an empty list has no effect
             ignored |= {f"messages.{name}": None for name in names if message[name]}
             if isinstance(parts := message.get("content"), list):
+                if message.get("role") == "assistant":
+                    message["content"] = parts = [_refusal_as_text(part) for part in parts]
                 keys = (key for part in parts if isinstance(part, dict) for key in part)
                 ignored |= {f"messages.content.{key}": None for key in keys if key in PART_IGNORED}
         self.note_ignored(ignored)
         return self
+
+
+def _refusal_as_text(part: Any) -> Any:
+    """Return a part of an answer as text, if it is a refusal that a client sends back."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return (
+        {"type": "text", "text": part["refusal"]}
+        if is_refusal and part.keys() == {"type", "refusal"}
+        else part
+    )
 
 
 def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:

@@ -10,6 +10,7 @@ import array
 import asyncio
 import base64
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -51,7 +52,8 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         return orjson.dumps({"object": "embedding", "index": index, "embedding": written})
 
     vectors, num_tokens, name = await make_vectors(http, body, write)
-    rest = {"model": name, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+    about = {"id": f"embd-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+    rest = about | {"usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
     return await list_response(b'{"object":"list","data":[', vectors, rest, body)
 
 
