@@ -11,6 +11,7 @@ calls, which are shown when they are complete.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -157,6 +158,17 @@ def write_out(text: str) -> None:
     """Write text to standard output now, without waiting for the end of the line."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_rows(text: str) -> None:
+    """Write the rows of a table; a row too long for the terminal goes on in its last column.
+
+    A line without columns is left to the terminal: it may be a command to copy.
+    """
+    for line in text.splitlines():
+        column = max((gap.end() for gap in re.finditer(r" {2,}", line)), default=0)
+        wrapped = WordWrap(sys.stdout, indent=column)
+        write_out((wrapped.feed(line) + wrapped.end() if column else line) + "\n")
 
 
 def notice(text: str, *, indent: int = 0) -> None:

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
-from infer.cli.answer import write_out
+from infer.cli.answer import write_out, write_rows
 from infer.cli.interrupts import importing
 from infer.config.profiles.find import KNOWN_GPUS, Gpu, find_profile
 from infer.config.settings import EngineConfig, knob_table
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     lines = [f"{name:<10} {value}" for name, value in report.rows]
     lines += ["", "faster:" if report.advice else "nothing to improve"]
     lines += [f"  - {sentence}" for sentence in report.advice]
-    write_out("\n".join(lines) + "\n")
+    write_rows("\n".join(lines))
     return 0
 
 
@@ -95,7 +95,7 @@ def _explain_kernels(args: argparse.Namespace) -> int:
         said = {"gpu": gpu.name, "profile": gpu.profile.name, "kernels": shown}
         write_out(json.dumps(said, indent=2) + "\n")
     else:
-        write_out(to_text(operations, gpu))
+        write_rows(to_text(operations, gpu))
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
-from infer.cli.answer import write_out
+from infer.cli.answer import write_out, write_rows
 from infer.cli.interrupts import importing
 from infer.config.knobs import format_bytes
 from infer.config.settings import EngineConfig
@@ -119,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
         text = "\n".join(_scheme_table(forms)) + "\n"
     else:
         told, text = to_json(plan, forms), to_text(plan, load.model, forms)
-    write_out(json.dumps(told, indent=2) + "\n" if args.json else text)
+    if args.json:
+        write_out(json.dumps(told, indent=2) + "\n")
+    else:
+        write_rows(text)
     if isinstance(plan, NoRoom):
         raise plan
     return 0

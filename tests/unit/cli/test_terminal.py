@@ -209,6 +209,20 @@ def test_a_dumb_terminal_gets_no_control_sequences(tmp_path: Path) -> None:
         assert "\x1b" not in terminal.written
 
 
+def test_a_row_of_a_table_goes_on_in_its_last_column() -> None:
+    rows = "name  size  said of it in many words\n  - advice in many words\ninfer serve --flag value"
+    program = f"from infer.cli.answer import write_rows; write_rows({rows!r})"
+    with Terminal(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(ROOT / "src")}, columns=22
+    ) as terminal:
+        assert terminal.end() == 0
+        assert terminal.text == (
+            "name  size  said of it\n            in many\n            words\n"
+            "  - advice in many\n  words\n"
+            "infer serve --flag value\n"  # a command stays whole
+        )
+
+
 def test_run_with_a_prompt_answers_and_leaves(tmp_path: Path) -> None:
     with open_terminal(tmp_path, "run", "x", "--seed", "1", "hello") as terminal:
         assert terminal.end() == 0
