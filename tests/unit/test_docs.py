@@ -106,6 +106,27 @@ def test_commands_in_the_readme_are_understood_by_the_parser() -> None:
         build_parser().parse_args(shlex.split(command, comments=True))
 
 
+def test_commands_in_the_docs_can_be_typed_as_they_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    parser, num_commands = build_parser(), 0
+    for page in pages():
+        blocks = FENCE.findall(page.read_text(encoding="utf-8"))
+        lines = [
+            line
+            for language, code in blocks
+            if language in ("", "sh")
+            for line in code.replace("\\\n", "").splitlines()
+        ]
+        for line in lines:
+            words = shlex.split(line, comments=True) if re.match(r"infer [a-z]", line) else []
+            end = next((place for place, word in enumerate(words) if word in ("|", ">", "<", "&")), None)
+            try:
+                parser.parse_args(words[1:end])
+            except SystemExit as refused:
+                assert refused.code == 0, f"{page.name}: {line}: {capsys.readouterr().err}"
+            num_commands += bool(words)
+    assert num_commands > 100
+
+
 def test_make_targets_in_the_docs_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in pages():
