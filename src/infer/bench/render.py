@@ -198,6 +198,20 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in transpose(columns)]
 
 
+def cut_columns(
+    rows: Sequence[Sequence[str]], *, num_names: int, width: int | None
+) -> list[list[tuple[str, ...]]]:
+    """Return a table as parts that fit a width, if there is one; each begins with the columns of names."""
+    columns = transpose(rows)
+    parts = [columns[:num_names]]
+    for column in columns[num_names:]:
+        line_len = sum(max(map(len, each)) + 2 for each in (*parts[-1], column)) - 2
+        if width is not None and line_len > width and len(parts[-1]) > num_names:
+            parts.append(columns[:num_names])
+        parts[-1].append(column)
+    return [transpose(part) for part in parts]
+
+
 def _padded(column: Sequence[str], pad: Callable[[str, int], str]) -> list[str]:
     width = max(map(len, column))
     return [pad(text, width) for text in column]

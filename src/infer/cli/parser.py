@@ -14,7 +14,6 @@ suggests, and the example of a value, are read from the help text. Only public m
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import textwrap
@@ -23,7 +22,7 @@ from functools import partial
 from typing import Any, NoReturn, TextIO, cast
 
 from infer.cli.readers import KINDS
-from infer.cli.terminal import is_terminal
+from infer.cli.terminal import columns_of
 from infer.config.settings import knob_table
 from infer.errors import nearest
 
@@ -93,8 +92,8 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help; the lines fit the terminal that shows them."""
         stream = cast("TextIO", sys.stdout if file is None else file)
-        if is_terminal(stream) and (columns := os.get_terminal_size(stream.fileno()).columns) > 2:
-            self.formatter_class = partial(HelpFormatter, columns=columns - 2)
+        if (columns := columns_of(stream)) is not None:
+            self.formatter_class = partial(HelpFormatter, columns=max(columns - 2, 1))
         super().print_help(file)
 
     def error(self, message: str) -> NoReturn:

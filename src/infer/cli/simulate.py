@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.readers import gigabytes_per_s, microseconds, numbers, positive
+from infer.cli.terminal import columns_of
 from infer.config.own_code import names_code
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
@@ -154,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}
         write_out(json.dumps(told | {"results": results}, indent=2) + "\n")
     else:
-        write_out(to_table(load, results, has_ranks=groups != [None]))
+        write_out(to_table(load, results, has_ranks=groups != [None], width=columns_of(sys.stdout)))
     return 0
 
 
@@ -228,9 +230,14 @@ def read_policies(text: str) -> list[str]:
     return policies
 
 
-def to_table(load: Workload, results: Sequence[Mapping[str, Any]], *, has_ranks: bool = False) -> str:
-    """Return a table with a row per policy, cache size and, if there are several, number of ranks."""
-    from infer.bench.render import align
+def to_table(
+    load: Workload, results: Sequence[Mapping[str, Any]], *, has_ranks: bool = False, width: int | None = None
+) -> str:
+    """Return a table with a row per policy, cache size and, if there are several, number of ranks.
+
+    A table that is wider than `width` is cut into several, each with the columns that name its rows.
+    """
+    from infer.bench.render import align, cut_columns
 
     has_deadlines = any(session.deadline is not None for session in load.sessions)
     hidden = () if has_ranks else RANK_COLUMNS
@@ -238,11 +245,11 @@ def to_table(load: Workload, results: Sequence[Mapping[str, Any]], *, has_ranks:
     columns = {name: how for name, how in COLUMNS.items() if name not in hidden}
     heads = [("\n" + title).split("\n")[-2:] for title, _ in columns.values()]
     rows = [[f"{result[name]:{spec}}" for name, (_, spec) in columns.items()] for result in results]
+    parts = cut_columns([*zip(*heads, strict=True), *rows], num_names=3 if has_ranks else 2, width=width)
     lines = [
         f"{load.name}: {load.num_requests} requests, {load.num_output_tokens} output tokens",
         "",
-        *align([*zip(*heads, strict=True), *rows]),
-        "",
+        *(line for part in parts for line in (*align(part), "")),
         "times in seconds of the simulated machine; the last column is this machine's",
     ]
     return "\n".join(lines) + "\n"

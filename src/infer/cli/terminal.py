@@ -37,6 +37,11 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of a terminal; None for another stream, and for a terminal that does not know it."""
+    return os.get_terminal_size(stream.fileno()).columns or None if is_terminal(stream) else None
+
+
 def obeys_sequences() -> bool:
     """Return True if the terminal obeys control sequences, which a dumb one would show as text."""
     return os.environ.get("TERM", "").lower() not in DUMB

@@ -11,6 +11,7 @@ import pytest
 
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.profiles.cpu import CPU
+from tests.unit.cli.terminal import Terminal, infer_command
 
 Infer = Callable[..., Any]
 
@@ -38,6 +39,17 @@ def test_the_table_has_a_row_for_every_policy_and_size(infer: Infer, trace: Path
     ]
     assert " late " not in outcome.out  # no request has a deadline
     assert "…" not in outcome.out
+
+
+def test_a_table_wider_than_the_terminal_is_cut_into_several(trace: Path) -> None:
+    words = infer_command("simulate", "--trace", str(trace), "--policy", "fcfs", "--num-blocks", "64")
+    with Terminal(words, env={}, columns=60) as terminal:
+        assert terminal.end() == 0
+        lines = terminal.text.splitlines()
+        assert max(map(len, lines[:-1])) <= 60
+        rows = [line for line in lines if line.startswith("fcfs ")]
+        assert len(rows) == sum(line.startswith("policy  blocks ") for line in lines) > 1
+        assert "steps/s" in terminal.text
 
 
 def test_help_and_page_say_how_large_a_simulated_step_is(infer: Infer) -> None:
