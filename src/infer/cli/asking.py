@@ -136,9 +136,9 @@ def form_from(args: argparse.Namespace) -> Structured | None:
 
 
 def read_text(flag: str, path: Path) -> str:
-    """The text of the file that a flag names."""
+    """The text of the file that a flag names, without a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ is removed.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield _read_line(f"{path}, line {number}", number, line)
     except OSError as error:

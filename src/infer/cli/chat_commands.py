@@ -218,7 +218,7 @@ def _text_of(file_name: str, example: str) -> str | None:
         if path.exists() and not path.is_file():  # a device may have no end
             notice(f"{file_name} is a folder or a device; give the name of a file")
             return None
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         notice(f"cannot read {file_name}: {error.strerror}")
     except UnicodeDecodeError as error:

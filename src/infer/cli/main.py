@@ -103,7 +103,9 @@ def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not encode every character
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="strict")  # Python may let invalid bytes through, as lone surrogates
+        is_utf8 = sys.stdin.encoding.lower() == "utf-8" and not sys.stdin.isatty()
+        # without a byte order mark, and strict: Python may let invalid bytes through, as lone surrogates
+        sys.stdin.reconfigure(encoding="utf-8-sig" if is_utf8 else None, errors="strict")
     try:
         if words[0] not in LIGHT:
             check_limits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import signal
@@ -83,6 +84,15 @@ def test_every_line_gets_a_line_in_openais_format(infer: Infer, puppet: Puppet, 
     body = {"ok": asked("a")["body"]}
     response = {"status_code": 200, "request_id": "req-a", "body": body}
     assert line == {"custom_id": "a", "response": response, "error": None}
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(
+    infer: Infer, puppet: Puppet, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", [asked("a")])
+    source.write_bytes(codecs.BOM_UTF8 + source.read_bytes())
+    assert infer("batch", str(source), str(tmp_path / "out.jsonl")).code == 0
+    assert read(tmp_path / "out.jsonl").keys() == {"a"}
 
 
 def test_what_has_an_answer_is_not_asked_again(infer: Infer, puppet: Puppet, tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def test_an_engine_that_is_gone_is_reported_once(infer: Infer, tmp_path: Path) -
     assert (outcome.code, outcome.err) == (2, "infer: error: the device failed in step 3\n")
 
 
+def test_a_byte_order_mark_is_not_part_of_a_prompt(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nb\n", encoding="utf-8-sig")
+    assert infer("generate", "--prompts-file", str(file)).out == "A\nB\n"
+    assert infer("generate", stdin=file.read_bytes()).llm.chats == [[{"role": "user", "content": "a\nb"}]]
+    assert infer("chat", stdin=file.read_bytes()).out == "A\nB\n"
+
+
 def test_a_line_ends_where_an_editor_ends_it(infer: Infer, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("a\u2028b\x0cc\r\nd".encode())
