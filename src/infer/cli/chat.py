@@ -34,7 +34,7 @@ from typing import Any
 
 from infer.cli import asking, flags
 from infer.cli.answer import Screen, ShownAnswer, notice, write_out
-from infer.cli.chat_commands import RETRY, complete, full_name, run_command
+from infer.cli.chat_commands import RETRY, complete, run_command
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, read_tools
 from infer.cli.conversation import ChatSession, check_template
 from infer.cli.prompt import Said, line_reader, piped_messages, typed_messages
@@ -107,7 +107,7 @@ def _answer_all(conversation: ChatSession, *, is_typed: bool) -> int:
     """Answer what is typed or piped in; returns the number of messages without an answer."""
     num_failed = 0
     for said in _messages(conversation, is_typed=is_typed):
-        if said.is_command and full_name(said.text) == RETRY:
+        if said.is_command and said.text == RETRY:
             num_failed += not _retry(conversation, is_typed=is_typed)
         elif said.is_command:
             if not run_command(conversation, said.text):
@@ -132,7 +132,9 @@ def _retry(conversation: ChatSession, *, is_typed: bool) -> bool:
         return True
     if conversation.params.temperature == 0:
         notice("[temperature is 0, so the answer may be the same; /set temperature 0.7 draws another]")
+    attached, conversation.attached = conversation.attached, ""  # it is for the next message
     is_answered = _answer_line(conversation, taken[0]["content"], is_typed=is_typed)
+    conversation.attached = attached
     if not is_answered:
         conversation.turns += taken
     return is_answered

@@ -35,17 +35,19 @@ class Command(NamedTuple):
 
 def run_command(conversation: ChatSession, line: str) -> bool:
     """Run the command of a line that starts with a slash; returns True if the conversation goes on."""
-    name, argument = full_name(line), line.partition(" ")[2].strip()
-    if name == EXIT:
+    name, argument = _full_name(line), line.partition(" ")[2].strip()
+    if argument and name in COMMANDS and not COMMANDS[name].takes:
+        notice(f'[{name} takes nothing after it; a text in """ is a message]')
+    elif name == EXIT:
         return False
-    if (run := COMMANDS.get(name, Command()).run) is not None:
+    elif (run := COMMANDS.get(name, Command()).run) is not None:
         run(conversation, argument)
     else:
         notice(f"no command {name!r}{closest(name, COMMANDS, aliases=ALIASES) or '; /help lists them'}")
     return True
 
 
-def full_name(line: str) -> str:
+def _full_name(line: str) -> str:
     """Return the command of a line, by its name here."""
     given = line.partition(" ")[0]
     return ALIASES.get(given, given)

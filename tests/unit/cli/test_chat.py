@@ -284,6 +284,20 @@ def test_retry_answers_the_last_message_again(infer: Infer) -> None:
     )
 
 
+def test_a_retry_leaves_a_file_that_was_read_for_the_next_message(infer: Infer, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    outcome = infer("chat", stdin=f"one\n/read {tmp_path}/letter.txt\n/retry\ntwo\n")
+    assert outcome.out == "ONE\nONE\nTWO\n\nDEAR\n"
+
+
+@pytest.mark.parametrize("line", ["/retry but shorter", "/exit now", "/tools x"])
+def test_text_after_a_command_that_takes_none_is_refused(infer: Infer, line: str) -> None:
+    outcome = infer("chat", stdin=f"one\n{line}\ntwo\n")
+    assert outcome.out == "ONE\nTWO\n"
+    name = line.partition(" ")[0]
+    assert f'[{name} takes nothing after it; a text in """ is a message]' in outcome.err
+
+
 def test_a_retry_that_fails_keeps_the_first_answer(infer: Infer) -> None:
     llm = FakeLLM()
 
