@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import sys
 import urllib.error
 import urllib.parse
 
 from infer.cli import flags
+from infer.cli.answer import write_out
 from infer.cli.connect import Unreachable, base_of, open_url
+from infer.cli.terminal import WordWrap
 from infer.errors import ConfigError, RequestError
 
 HELP = "tell why a request to a running server took as long as it did"
@@ -51,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"the answer of {args.url} broke off: {error}; try again") from None
-    print(text if args.json else text.rstrip("\n"))
+    lines = WordWrap(sys.stdout)
+    write_out(text + "\n" if args.json else lines.feed(text.rstrip("\n")) + lines.end() + "\n")
     return 0
 
 

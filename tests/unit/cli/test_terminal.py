@@ -223,6 +223,22 @@ def test_a_row_of_a_table_goes_on_in_its_last_column() -> None:
         )
 
 
+def test_an_explanation_breaks_between_words_and_cannot_move_the_cursor() -> None:
+    told = b"queue  25 s   69%  ####\n\nIt waited 23 s in the queue\x1b[2J.\n"
+    program = (
+        "import io, sys; from infer.cli import explain; from infer.cli.main import main\n"
+        f"explain.open_url = lambda *args, **options: io.BytesIO({told!r})\n"
+        "sys.exit(main(['explain', 'req-1']))"
+    )
+    with Terminal(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(ROOT / "src")}, columns=24
+    ) as terminal:
+        assert terminal.end() == 0
+        assert terminal.written == (
+            "queue  25 s   69%  ####\r\n\r\nIt waited 23 s in the\r\nqueue\\x1b[2J.\r\n"
+        )
+
+
 def test_run_with_a_prompt_answers_and_leaves(tmp_path: Path) -> None:
     with open_terminal(tmp_path, "run", "x", "--seed", "1", "hello") as terminal:
         assert terminal.end() == 0
