@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     number = LESSONS.index(lesson) + 1
     if args.what == "start":
         _start(args.file, module_of(lesson).STARTER)
-        notice(f"{args.file} is written; when it is done: infer learn check {number} {args.file}")
+        notice(f"{args.file} is written; when your part is done, check it:")
+        notice(f"infer learn check {number} {args.file}")  # a line that can be copied
         return 0
     verdict = check_file(lesson, args.file)
     if verdict.is_right:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import flags, stepping
-from infer.cli.answer import notice, write_out
+from infer.cli.answer import notice, write_out, write_rows
 from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if not report.is_whole:
             write_out("the record has no end: requests are unfinished; it was cut off, or the run crashed\n")
     if args.until is not None:
-        write_out(describe_state(replay.engine) + "\n")
+        write_rows(describe_state(replay.engine))
     return 0 if report.difference is None else 1
 
 
