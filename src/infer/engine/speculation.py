@@ -331,11 +331,11 @@ class Speculation:
         num_others = len(scheduler.running) - len(asked)
         return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen(), missed)
 
-    def _missed(self, pairs: Seq[tuple[Sequence, Wish]]) -> list[MissedText]:
-        """Return what a draft model has missed of each text."""
-        if (drafter := self._drafter) is None:
-            return []
-        return [MissedText(drafter.num_missed(seq), seq.max_total - seq.num_tokens) for seq, _ in pairs]
+    def _missed(self, pairs: Seq[tuple[Sequence, Wish]]) -> Iterator[MissedText]:
+        """Yield what a draft model has missed of each text."""
+        if (drafter := self._drafter) is not None:
+            for seq, _ in pairs:
+                yield MissedText(drafter.num_missed(seq), seq.max_total - seq.num_tokens)
 
     @property
     def _room(self) -> int:

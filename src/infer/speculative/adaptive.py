@@ -281,7 +281,7 @@ class DraftLengths:
         num_others: int = 0,
         room: int | None = None,
         seen: float = 0.0,
-        missed: Sequence[MissedText] = (),
+        missed: Iterable[MissedText] = (),
     ) -> list[int]:
         """Return the number of drafts of each wish, which is a sequence and the most drafts that it can use.
 
@@ -307,7 +307,7 @@ class DraftLengths:
         num_others: int = 0,
         room: int | None = None,
         seen: float = 0.0,
-        missed: Sequence[MissedText] = (),
+        missed: Iterable[MissedText] = (),
     ) -> bool:
         """True if any wish would get drafts in this step."""
         asked = list(wishes), num_others
@@ -379,9 +379,10 @@ class DraftLengths:
         num_others: int,
         room: int | None,
         seen: float,
-        missed: Sequence[MissedText],
+        missed: Iterable[MissedText],
     ) -> tuple[list[int], list[int]]:
         """Return the number of drafts of each wish, and the places of the wishes that are probed."""
+        missed = [*missed]
         rows = [(self._rate(seq_id), available) for seq_id, available in wishes]
         token_s = self.costs.without_drafts(len(rows) + num_others, seen) / max(len(rows) + num_others, 1)
         able, repaid_s = self._able(rows, missed, token_s)

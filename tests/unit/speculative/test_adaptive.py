@@ -508,6 +508,14 @@ def test_a_text_that_cannot_repay_stops_no_other() -> None:
         assert lengths.lengths(step, wishes, missed=texts) == [4] * 7 + [0]
 
 
+def test_an_answer_that_still_holds_asks_no_draft_model_what_it_missed() -> None:
+    lengths, wishes = DraftLengths(StepCosts(((1, 1.0),), missed_token_s=1.0)), [(7, 4)]
+    texts = iter([MissedText(8000, 16)] * 2)
+    assert not lengths.is_worth_it(0, wishes, missed=itertools.islice(texts, 1))
+    assert not lengths.is_worth_it(1, wishes, missed=texts)
+    assert len([*texts]) == 1
+
+
 def test_a_probed_text_keeps_its_light_prior_until_it_is_judged() -> None:
     """Lengths are chosen again before the probe is judged, if drafts are made ahead."""
     rates = []

@@ -61,7 +61,7 @@ def read_structured(body: SamplingBody) -> Structured | None:
     found = [
         made
         for made in (
-            None if body.response_format is None else read_format(body.response_format, "response_format"),
+            None if body.response_format is None else _read_response_format(body.response_format),
             _read_structured_outputs(body.structured_outputs),
             *_read_fields(body),
         )
@@ -76,8 +76,9 @@ def read_structured(body: SamplingBody) -> Structured | None:
     return found[0] if found else None
 
 
-def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
-    """Return the constraint of a `response_format` in the field `param`; None for text."""
+def _read_response_format(given: Mapping[str, Any]) -> Structured | None:
+    """Return the constraint of a `response_format`; None for text."""
+    param = "response_format"
     kind = field_of(given, "type", param)
     if kind not in FORMATS:
         error = RequestError if isinstance(kind, str) else MalformedRequest
