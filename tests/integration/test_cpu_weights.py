@@ -170,6 +170,17 @@ def test_a_recorded_step_equals_the_model_s_own_python(family: str) -> None:
     assert run_engine(engine, REQUESTS) == alone(family)
 
 
+def test_a_step_that_cannot_be_recorded_is_not_computed_at_the_start_either() -> None:
+    layer = packed_model("llama", "fp32").model.layers[-1]
+    computed: list[int] = []
+    hook = layer.register_forward_hook(lambda *_: computed.append(1))
+    engine = make_engine("llama", "fp32")
+    assert not computed
+    run_engine(engine, REQUESTS[:1])
+    assert computed
+    hook.remove()
+
+
 def test_every_matrix_is_packed_and_nothing_is_kept_twice() -> None:
     model = packed_model("llama", "int4").model
     layers = {name: m.stored for name, m in model.named_modules() if isinstance(m, Linear)}

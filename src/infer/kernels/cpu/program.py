@@ -15,7 +15,8 @@ the model come from an *arena*, which takes a buffer back as soon as its last vi
 later operation, like PyTorch's allocator.
 
 A PyTorch operation that computes something would be missing from the list. The recorder detects these: only
-views and allocations are allowed, and after any other operation there is no program, only the usual step.
+views and allocations are allowed. Any other operation ends the recording before it computes anything: there is
+no program then, only the usual step.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class ProgramRecorder:
         self.library = library
         self.arena = ProgramArena()
         self.launches: list[tuple[int, int, int, int, bytes]] = []
-        self.foreign: set[str] = set()  # PyTorch operations that would be missing
-        self._watch = _Watch(self)
+        self._is_whole = False
+        self._watch = _Watch()
 
     def __enter__(self) -> ProgramRecorder:
         global _recorder, _recording_thread
@@ -105,32 +106,34 @@ class ProgramRecorder:
         self._watch.__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> bool:
         global _recorder
-        self._watch.__exit__(*exception)
+        self._watch.__exit__(kind, *exception)
         _recorder = None
+        self._is_whole = kind is None
+        return kind is _ForeignOperation
 
     def program(self) -> Program | None:
-        """The recorded program, or None if PyTorch computed something."""
-        return None if self.foreign else Program(self)
+        """The recorded program, or None if PyTorch would have computed something."""
+        return Program(self) if self._is_whole else None
+
+
+class _ForeignOperation(Exception):
+    """Ends a recording: a program would miss this operation of PyTorch."""
 
 
 class _Watch(TorchDispatchMode):
-    """A mode that records every PyTorch operation that is neither a view nor an allocation."""
+    """A mode that refuses every PyTorch operation that is neither a view nor an allocation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise PyTorch would load its compiler, a second of start-up, only to disable it
 
-    def __init__(self, recorder: ProgramRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not func.is_view and func._schema.name.removeprefix("aten::") not in _HARMLESS:
-            self._recorder.foreign.add(func._schema.name)
+            raise _ForeignOperation(func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
