@@ -16,6 +16,7 @@ from infer.kernels.cpu import build, library
 from infer.kernels.cpu.build import SOURCES, CBuildError, build_library
 from infer.kernels.cpu.program import ProgramArena
 from tests.kernels.c_builds import sanitized_library
+from tests.support.server_process import is_alive, wait_until
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 QUICK = ("-O0",)
@@ -95,8 +96,8 @@ def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
     monkeypatch.setattr(build, "TIMEOUT", 1.0)
     with pytest.raises(CBuildError, match="did not finish within 1 s"):
         build_library(directory=tmp_path / "made")
-    state = Path(f"/proc/{child.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z", "the child goes on"
+    pid = int(child.read_text())
+    wait_until(lambda: not is_alive(pid), timeout_s=30.0)  # a kill takes time on a busy machine
 
 
 def test_without_a_library_the_reason_is_logged_once(
