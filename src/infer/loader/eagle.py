@@ -29,16 +29,13 @@ from infer.models.eagle3 import WEIGHT_MAP, Eagle3, EagleConfig, read_config
 from infer.quant.packed import Int8, Packed
 
 
-def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, layer: int = 0) -> Eagle3:
-    """Load a head for a model; its rotary tables reach `num_drafts` positions beyond the longest sequence.
-
-    `layer` is the number of the head's layer in the KV store.
-    """
+def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0) -> Eagle3:
+    """Load a head for a model; its rotary tables reach `num_drafts` positions beyond the longest sequence."""
     config, tensors = read_eagle_headers(directory, target.config)
     token_ids_W = _read_token_ids(directory, config, tensors)
     block = replace(config.block, context_len=target.max_seq_len + num_drafts)
     packs = any(isinstance(each.stored, Packed) for each in _matrices(target.model))
-    make = partial(_make, replace(config, block=block), target.dtype, layer=layer, packs=packs)
+    make = partial(_make, replace(config, block=block), target.dtype, packs=packs)
     match = partial(
         match_tensors,
         tensors=find_sources(tensors, WEIGHT_MAP),
@@ -56,15 +53,13 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
     return head.eval()
 
 
-def _make(
-    config: EagleConfig, dtype: torch.dtype, device: torch.device, *, layer: int = 0, packs: bool
-) -> Eagle3:
+def _make(config: EagleConfig, dtype: torch.dtype, device: torch.device, *, packs: bool) -> Eagle3:
     """Build a head without its weights; `packs`: its matrices are kept in 8 bits."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            head = Eagle3(config, layer=layer)
+            head = Eagle3(config)
     finally:
         torch.set_default_dtype(before)
     for matrix in _matrices(head) if packs else ():

@@ -141,13 +141,13 @@ def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 class EagleBlock(nn.Module):
     """Llama's block, whose input is the next token's embedding and the state, side by side."""
 
-    def __init__(self, config: EagleConfig, layer: int, rotary: Rotary) -> None:
+    def __init__(self, config: EagleConfig, rotary: Rotary) -> None:
         super().__init__()
         block, eps = config.block, config.block.norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.embedding_norm = RMSNorm(block.hidden_size, eps=eps)
         self.state_norm = RMSNorm(block.hidden_size, eps=eps)
-        self.attention = SelfAttention(block, layer, rotary, in_features=2 * block.hidden_size)
+        self.attention = SelfAttention(block, 0, rotary, in_features=2 * block.hidden_size)
         self.mlp_norm = RMSNorm(block.hidden_size, eps=eps)
         self.mlp = GatedMLP(
             block.hidden_size, block.intermediate_size, activation=block.activation, bias=block.mlp_bias
@@ -188,11 +188,11 @@ class Guess(NamedTuple):
 
 
 class Eagle3(nn.Module):
-    """One head; `layer` is the number of its layer in the KV store."""
+    """One head, which has a KV store of one layer."""
 
     token_ids_W: torch.Tensor
 
-    def __init__(self, config: EagleConfig, *, layer: int) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
         block, width, num_states = config.block, config.target_hidden_size, len(config.captured_layers)
@@ -202,7 +202,7 @@ class Eagle3(nn.Module):
         self.fc_norms = nn.ModuleList(RMSNorm(width, eps=eps) for _ in range(num_states * config.fc_norm))
         self.fc = Linear(num_states * width, size, bias=False)
         self.rotary = make_rotary(block, block.rope_theta, block.rope_scaling)
-        self.layers = nn.ModuleList([EagleBlock(config, layer, self.rotary)])  # a list: the binder wants one
+        self.layers = nn.ModuleList([EagleBlock(config, self.rotary)])  # a list: the binder wants one
         self.norm = RMSNorm(size, eps=eps)
         self.head = Linear(size, config.draft_vocab_size, bias=False) if config.has_head else None
         token_ids_W = torch.arange(config.draft_vocab_size)
