@@ -228,11 +228,11 @@ class CpuSteps:
         step.layer_inputs = self._recorded_inputs
         with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
-        self._program = recording.program()
+        self._program = recording.program
         if self._program is not None:
             with ProgramRecorder(self._library) as recording:
                 self._logits_SV = self._model.logits(self._hidden_TD[:LOGIT_ROWS])
-            self._head = recording.program()
+            self._head = recording.program
 
 
 def attention_library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Library | None:

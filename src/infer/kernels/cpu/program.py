@@ -6,7 +6,7 @@ they can be recorded:
 
     with ProgramRecorder(library) as recording:     nothing is computed, every launch is recorded
         y = model(tokens, step)              the model's own Python runs once, as usual
-    program = recording.program()
+    program = recording.program
     ...
     program.run(num_rows, num_items)         the whole list, in C, for 1 .. max rows
 
@@ -96,7 +96,7 @@ class ProgramRecorder:
         self.library = library
         self.arena = ProgramArena()
         self.launches: list[tuple[int, int, int, int, bytes]] = []
-        self._is_whole = False
+        self.program: Program | None = None  # stays None if PyTorch would compute something
         self._watch = _Watch()
 
     def __enter__(self) -> ProgramRecorder:
@@ -110,12 +110,9 @@ class ProgramRecorder:
         global _recorder
         self._watch.__exit__(kind, *exception)
         _recorder = None
-        self._is_whole = kind is None
+        if kind is None:
+            self.program = Program(self)
         return kind is _ForeignOperation
-
-    def program(self) -> Program | None:
-        """The recorded program, or None if PyTorch would have computed something."""
-        return Program(self) if self._is_whole else None
 
 
 class _ForeignOperation(Exception):

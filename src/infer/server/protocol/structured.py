@@ -58,15 +58,8 @@ _BLANKS = re.compile(rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:[*+?]|\{{\d{{0,4}}(?
 
 def read_structured(body: SamplingBody) -> Structured | None:
     """Return the constraint of a body, checked; None if it has none."""
-    found = [
-        made
-        for made in (
-            None if body.response_format is None else _read_response_format(body.response_format),
-            _read_structured_outputs(body.structured_outputs),
-            *_read_fields(body),
-        )
-        if made is not None
-    ]
+    formats = _read_response_format(body.response_format), _read_structured_outputs(body.structured_outputs)
+    found = [made for made in (*formats, *_read_fields(body)) if made is not None]
     for other in found[1:]:
         if replace(other, param=found[0].param) != found[0]:
             first, second = found[0].param, other.param
@@ -76,8 +69,10 @@ def read_structured(body: SamplingBody) -> Structured | None:
     return found[0] if found else None
 
 
-def _read_response_format(given: Mapping[str, Any]) -> Structured | None:
+def _read_response_format(given: Mapping[str, Any] | None) -> Structured | None:
     """Return the constraint of a `response_format`; None for text."""
+    if given is None:
+        return None
     param = "response_format"
     kind = field_of(given, "type", param)
     if kind not in FORMATS:
