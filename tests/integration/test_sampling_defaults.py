@@ -21,8 +21,6 @@ from infer.frontend.open_model import open_model
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
-from infer.server.routes import messages as messages_route
-from infer.server.routes import responses as responses_route
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.fetched import fetched_model
 from tests.support.wire import Wire, make_state
@@ -124,8 +122,6 @@ def test_the_default_model_answers_greedily_everywhere(capsys: pytest.CaptureFix
 
     client = InProcessClient(llm.engine)
     wire = Wire(make_state(llm.encoder, client))
-    for module in (messages_route, responses_route):
-        wire.app.include_router(module.router)
     (card,) = wire.get("/v1/models").json()["data"]
     assert card["default_sampling_params"] == GREEDY
     asked = {"messages": messages, "max_tokens": most}

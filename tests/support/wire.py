@@ -41,8 +41,9 @@ class Wire:
         self.state = state
         self.app = FastAPI(redirect_slashes=False)
         self.app.state.server = state
-        for module in (completions, chat, messages, responses, models, tokens, embeddings, scoring):
-            self.app.include_router(module.router)
+        modules = completions, chat, messages, responses, models, tokens, embeddings, scoring
+        # not `include_router`, which would analyse every route again at the first request
+        self.app.router.routes.extend(route for module in modules for route in module.router.routes)
         install_error_handlers(self.app)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
