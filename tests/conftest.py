@@ -15,6 +15,8 @@ anew, and each process that a test starts compiles the package.
 
 `checkpoint` is the one tiny model of all tests that need any: a Llama with random weights, to be read only.
 
+Ctrl-C ends what a test starts, also where the suite itself was started in the background and ignores it.
+
 Every test finds the log as `import infer` leaves it, whatever command lines were run before. It is put right
 before a test and not after: what is there after it are pytest's own handlers as well, of a test that is over.
 """
@@ -25,6 +27,7 @@ import functools
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +39,8 @@ import pytest
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no deadlines: timings are for benchmarks
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=20)
