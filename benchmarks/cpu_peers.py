@@ -40,6 +40,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -375,6 +376,14 @@ def matrix_bytes(engine: str, path: Path) -> int:
     return round(sum(math.prod(each.shape) * of[each.name] / 8 for each in matrices))
 
 
+def why_it_ended(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line of a process that failed; of one that a signal stopped, the signal as well."""
+    last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+    if done.returncode >= 0:
+        return last
+    return f"stopped by {signal.Signals(-done.returncode).name}; its last words: {last}"
+
+
 def run_elsewhere(python: str, engine: str, path: Path, work: Work) -> dict[str, Any] | None:
     """One engine in a process of its own; None where it cannot run."""
     command = [python, __file__, "--measure", engine, "--file", str(path), "--threads", str(work.threads)]
@@ -387,7 +396,7 @@ def run_elsewhere(python: str, engine: str, path: Path, work: Work) -> dict[str,
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        print(f"{engine}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        print(f"{engine}: {why_it_ended(done)}", file=sys.stderr)
         return None
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -474,11 +483,15 @@ def main() -> None:
         for engine in [engine for engine in files if engine.startswith("llama")]:
             name = engine.split()[1]
             target = files[engine] = Path(directory) / f"{name}.gguf"
-            subprocess.run(
+            done = subprocess.run(
                 [args.peer_python, __file__, "--quantize", f"{name}:{target}", "--file", str(source)],
                 capture_output=True,
+                text=True,
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             )
+            if done.returncode != 0:
+                print(f"{engine}: {why_it_ended(done)}", file=sys.stderr)
+                del files[engine]
         for number in range(1, args.rounds + 1):
             for threads, (engine, path) in itertools.product(args.threads, files.items()):
                 python = args.peer_python if engine.startswith("llama") else sys.executable

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import machine
+from benchmarks import cpu_peers, machine
 from benchmarks.kernels import run_all
 from infer.bench import report
 
@@ -48,6 +48,25 @@ def test_a_benchmark_finds_its_own_modules() -> None:
     command = [sys.executable, "-m", "benchmarks.cpu_peers", "--help"]
     done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("kill -ILL $$", "stopped by SIGILL; its last words: reserve took 8 ms"),
+        ("exit 1", "reserve took 8 ms"),
+    ],
+)
+def test_a_peer_that_stops_says_why(
+    ends: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A native library that dies leaves only its own log on stderr, whose last line explains nothing."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho reserve took 8 ms >&2\n{ends}\n", encoding="utf-8")
+    python.chmod(0o755)
+    work = cpu_peers.Work(threads=1, long=0, repeats=1)
+    assert cpu_peers.run_elsewhere(str(python), "llama.cpp Q4_0", tmp_path / "m.gguf", work) is None
+    assert capsys.readouterr().err == f"llama.cpp Q4_0: {said}\n"
 
 
 def test_all_kernels_are_run() -> None:
