@@ -62,6 +62,11 @@ class Endpoint:
             parts = urlsplit(self.url)
             (parts.hostname or "").encode("idna")
             parts.port  # noqa: B018  (reading it checks it)
+            if parts.scheme in ("http", "https"):
+                if not parts.hostname:
+                    raise ValueError("it names no host")
+                if any(map(str.isspace, self.url)):
+                    raise ValueError("there is white space in it")
         except ValueError as error:
             raise ConfigError(
                 f"--url must be an address such as http://127.0.0.1:8000, got {self.url!r}: {error}"

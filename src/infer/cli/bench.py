@@ -107,7 +107,7 @@ COMPARE_HELP = (
     "they have nothing in common"
 )
 COMPARE: Flags = {
-    "before BEFORE": (Path, "a report, or another engine's results"),
+    "before BEFORE": (Path, "a report as --out named it, or another engine's results"),
     "after AFTER": (Path, ""),
     "--all": (bool, "also show figures that did not change"),
     "--noise SHARE": (zero_or_more, "smallest relative change that counts", 0.02),
@@ -249,13 +249,15 @@ def _bench_engine(name: str, args: argparse.Namespace) -> int:
 def open_bench(args: argparse.Namespace) -> EngineBench:
     """Load the model that the flags name, and get ready to measure it."""
     knobs = flags.knobs_from(args)
-    if args.model_config is not None and knobs.get("model") is not None:
-        raise ConfigError("--model and --model-config both name a model; give one of them")
+    given = {"--model": knobs.get("model"), "--model-config": args.model_config, "--tiny": args.tiny or None}
+    named = [flag for flag, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]} and {named[1]} both name a model; give one of them")
     with importing():
         from infer.bench.repeats import EngineBench
         from infer.bench.target import open_target
 
-    is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
+    is_tiny = args.tiny or (args.tiny is None and not named)
     target = open_target(knobs, model_config=args.model_config, is_tiny=is_tiny)
     return EngineBench(target=target, seed=args.seed, repeats=getattr(args, "repeats", 1), tell=notice)
 
@@ -268,7 +270,8 @@ def _compare(args: argparse.Namespace) -> int:
     from infer.bench.render import comparison_table
     from infer.bench.report import read_report
 
-    found = compare(read_report(args.before), read_report(args.after), least_band=args.noise)
+    reports = [path if path.exists() else _report_path(path) for path in (args.before, args.after)]
+    found = compare(*map(read_report, reports), least_band=args.noise)
     write_out(comparison_table(found, shows_all=args.all))
     return 1 if found.worse else 0
 
@@ -322,7 +325,8 @@ class Bench(NamedTuple):
 def model_flags(*, is_tiny: bool = False) -> Flags:
     """The flags that name the model of an engine here, besides knobs."""
     tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
-    return {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
+    unless_given = None if is_tiny else False  # None: yes, unless another flag names a model
+    return {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, unless_given)}
 
 
 def _of_engine(name: str) -> Bench:

@@ -44,6 +44,18 @@ def test_compare_says_what_changed_and_fails_if_it_got_worse(infer: Infer, tmp_p
     assert same.code == 0 and "+0.0%" in same.out
 
 
+def test_reports_are_named_as_they_were_written(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--out before` writes before.json, and `compare before after` reads it."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("before.json"), 100.0)
+    assert infer("bench", "compare", "before", "before.json").code == 0
+    outcome = infer("bench", "compare", "before", "after")
+    assert outcome.code == 2
+    assert "cannot read the report after.json: No such file or directory" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -176,13 +188,21 @@ def test_a_tiny_model_is_timed_and_reported(
             ("decode", "--tiny", "--batches", "1,x"),
             "--batches must be whole numbers of 1 or more, separated by commas, for example 1,8,32, got",
         ),
-        (("offline", "--model", "a", "--model-config", "b"), "give one of them"),
+        (
+            ("offline", "--model", "a", "--model-config", "b"),
+            "--model and --model-config both name a model; give one of them",
+        ),
+        (("decode", "--tiny", "--model", "a"), "--model and --tiny both name a model; give one of them"),
+        (("matrix", "--tiny", "--model-config", "b"), "--model-config and --tiny both name a model"),
         (("serve", "--url", "nowhere"), "must start with http://"),
         (("serve", "--url", "http://127.0.0.1:9"), "is the server running"),
         (("serve", "--port", "99999"), "got 'http://127.0.0.1:99999': Port out of range"),
         (("trace", "--url", "http://host:x"), "--url must be an address such as http://127.0.0.1:8000, got"),
         (("trace", "--url", "http://[::1"), "--url must be an address such as"),
         (("trace", "--url", f"http://{'h' * 64}"), "--url must be an address such as"),
+        (("trace", "--url", "http://a b"), "got 'http://a b': there is white space in it"),
+        (("serve", "--host", "a b"), "got 'http://a b:8000': there is white space in it"),
+        (("trace", "--url", "http://:80"), "got 'http://:80': it names no host"),
         (("serve", "--url", "http://127.0.0.1:9", "--slo", "x"), "an SLO looks like"),
         (("matrix", "--repeats", "0"), "must be a whole number of 1 or more"),
         (("serve", "--url", "http://127.0.0.1:9", "--warmup", "-1"), "must be a whole number of 0 or more"),
