@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from infer.client.messages import Failure, to_error, to_failure
-from infer.client.spawn import spawn
+from infer.client.spawn import spawn, write_orders
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, InferError
 
@@ -38,8 +38,9 @@ class Planned:
 
 def plan_model(config: EngineConfig) -> Planned:
     """Plan the memory of an engine with these settings."""
+    orders = write_orders(config)
     process = spawn("infer.client.planned")
-    output = process.communicate(msgspec.json.encode(config))[0]
+    output = process.communicate(orders)[0]
     try:
         found = msgspec.json.decode(output.splitlines()[-1], type=Planned | Failure)
     except (IndexError, msgspec.DecodeError):

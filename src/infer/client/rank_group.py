@@ -32,7 +32,7 @@ import torch
 
 from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
 from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
-from infer.client.spawn import give_orders, is_stopped, spawn, spell_end
+from infer.client.spawn import give_orders, is_stopped, spawn, spell_end, write_orders
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
@@ -296,6 +296,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
             group.num_done[rank] = 0
             if group.lost is not None:
                 raise RanksEnded(group.lost)
+            orders = write_orders(msgspec.structs.replace(launch, report=writing))
             process = spawn(RANK_MODULE, pass_fds=(launch.memory, writing), is_piped=False, leads=False)
             group.processes[rank] = process
     except BaseException as error:
@@ -305,7 +306,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
     finally:
         os.close(writing)
         started.set()
-    give_orders(process, msgspec.structs.replace(launch, report=writing))
+    give_orders(process, orders)
     with open(reading, "rb") as lines:
         for line in lines:
             if line.strip() != DONE:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from infer.errors import EngineError
+from infer.errors import ConfigError, EngineError
 
 T = TypeVar("T")
 
@@ -51,11 +51,21 @@ def spawn(
     )
 
 
-def give_orders(process: subprocess.Popen[bytes], orders: msgspec.Struct) -> None:
+def write_orders(orders: object) -> bytes:
+    """Encode a line of orders; a path that is not UTF-8 is refused, because JSON cannot hold it."""
+    try:
+        return msgspec.json.encode(orders) + b"\n"
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the name {error.object!r} is not UTF-8, so no other process can be given it; rename the file"
+        ) from None
+
+
+def give_orders(process: subprocess.Popen[bytes], line: bytes) -> None:
     """Write the first line of a process's standard input; ignore a process that is already dead."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        process.stdin.write(line)
         process.stdin.flush()
 
 
@@ -73,7 +83,10 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
         if not piece:
             os._exit(EXIT_ORPHANED)
         line += piece
-    orders = read_orders(line, kind)
+    try:
+        orders = read_orders(line, kind)
+    except EngineError as error:
+        raise SystemExit(f"error: {error}") from None
 
     def wait_for_the_end() -> None:
         while os.read(STDIN, 4096):

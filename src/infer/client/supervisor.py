@@ -31,7 +31,7 @@ from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import ALONE, Launch, Ready, RecordOrders, Replica, Stop, to_error
-from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, is_stopped, spawn, spell_end
+from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, is_stopped, spawn, spell_end, write_orders
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
@@ -100,6 +100,16 @@ class EngineProcess(EngineLink):
         with contextlib.ExitStack() as resources:
             self.directory = _private_directory(resources)
             self.endpoints = [f"ipc://{self.directory}/engine-{n}" for n in range(options.num_links)]
+            launch = Launch(
+                endpoints=self.endpoints,
+                config=config,
+                log_level=log_level(),
+                spawned_at=perf_counter(),
+                replica=options.replica,
+                num_stories=options.num_stories,
+                record=options.record,
+            )
+            orders = write_orders(launch)
             super().__init__(self.endpoints[0])
             resources.callback(self._resources.close)
             self._process = options.spawn(options.module)
@@ -107,16 +117,7 @@ class EngineProcess(EngineLink):
         self._log_thread = threading.Thread(target=self._pass_lines_on, name="infer-engine-log", daemon=True)
         self._log_thread.start()
         threading.Thread(target=self._wait_for_exit, name="infer-engine-wait", daemon=True).start()
-        launch = Launch(
-            endpoints=self.endpoints,
-            config=config,
-            log_level=log_level(),
-            spawned_at=perf_counter(),
-            replica=options.replica,
-            num_stories=options.num_stories,
-            record=options.record,
-        )
-        give_orders(self._process, launch)
+        give_orders(self._process, orders)
 
     @classmethod
     async def start(cls, config: EngineConfig, options: ProcessOptions) -> tuple[EngineProcess, Ready]:

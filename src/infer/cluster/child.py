@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from infer.client.messages import TOKEN, NodeLaunch
-from infer.client.spawn import give_orders, read_orders, spawn
+from infer.client.spawn import give_orders, read_orders, spawn, write_orders
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import InferError
@@ -44,14 +44,14 @@ class ReplicaLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def main() -> int:
     """Serve until standard input closes or a signal comes."""
-    launch = read_orders(sys.stdin.buffer.readline(), ReplicaLaunch)
-    setup_logging(launch.log_level)
-    if launch.token:
-        os.environ[TOKEN] = launch.token
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
-    from infer.server.serve import loop_factory, serve
-
     try:
+        launch = read_orders(sys.stdin.buffer.readline(), ReplicaLaunch)
+        setup_logging(launch.log_level)
+        if launch.token:
+            os.environ[TOKEN] = launch.token
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        from infer.server.serve import loop_factory, serve
+
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             announce = partial(print, READY, sep="", flush=True)
             runner.run(serve(launch.models, launch.server, announce=announce))
@@ -75,8 +75,9 @@ class ReplicaProcess:
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._url = ""
         self._is_told = threading.Event()  # set once the process serves or has ended
+        orders = write_orders(launch)
         self._process = spawn(module)
-        give_orders(self._process, launch)
+        give_orders(self._process, orders)
         threading.Thread(target=self._pass_log_on, daemon=True).start()
 
     def wait_ready(self) -> str:

@@ -9,8 +9,11 @@ import threading
 import msgspec
 import pytest
 
+from infer.client.messages import NodeLaunch
 from infer.cluster.child import ReplicaLaunch, ReplicaProcess
 from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
 
 PATIENCE_S = 60.0
 NOTHING = ReplicaLaunch(models={}, server=ServerConfig(), log_level="info")
@@ -40,3 +43,34 @@ def test_a_process_that_ends_before_it_serves_says_why() -> None:
     process = ReplicaProcess(msgspec.structs.replace(NOTHING, log_level="wrong"))
     with pytest.raises(RuntimeError, match=r"a replica could not start:\n(.*\n)*.*wrong"):
         process.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("orders", "module", "kind"),
+    [
+        (
+            NodeLaunch(config=EngineConfig(), log_level="info", token="t"),
+            "infer.cluster.child",
+            "ReplicaLaunch",
+        ),
+        (NOTHING, "infer.client.rank_node", "NodeLaunch"),
+    ],
+)
+def test_orders_of_another_version_are_refused_in_one_line(
+    orders: ReplicaLaunch | NodeLaunch, module: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = ReplicaProcess(orders, module)
+    said = (
+        rf"^a replica could not start:\nerror: \d+ bytes of orders are not a {kind}: .*unknown field `\w+`$"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        process.wait_ready()
+    assert process.wait_end().startswith("its process ended with code 1: error: ")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_path_that_orders_cannot_hold_is_refused() -> None:
+    config = EngineConfig.from_knobs(model="/models/\udcff")  # how Python spells a byte that is not UTF-8
+    launch = msgspec.structs.replace(NOTHING, models={"m": config})
+    with pytest.raises(ConfigError, match=r"the name '/models/\\udcff' is not UTF-8, .*; rename the file"):
+        ReplicaProcess(launch)

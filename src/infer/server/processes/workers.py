@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from infer.client.spawn import give_orders, spawn, spell_end
+from infer.client.spawn import give_orders, spawn, spell_end, write_orders
 from infer.client.supervisor import log_level
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
@@ -105,10 +105,10 @@ class Workers:
                 listener=listener.fileno(), channel=theirs.fileno(), board=self._board.fd,
                 log_level=log_level(),
             )  # fmt: skip
-            fds = launch.listener, launch.channel, launch.board
+            orders, fds = write_orders(launch), (launch.listener, launch.channel, launch.board)
             child = spawn(WORKER_MODULE, pass_fds=fds, is_piped=False)
             theirs.close()
-            give_orders(child, launch)
+            give_orders(child, orders)
             process = _Process(number, child, Channel(ours, ToFirst, answer))
             await process.channel.open()
             process.running = asyncio.create_task(self._run(process))
