@@ -85,8 +85,8 @@ def _smaller(config: EngineConfig, choice: LoadChoice, *, on_gpu: bool) -> list[
     form, forms = config.load.quantization, tuple[str, ...]()
     if on_gpu:
         forms = ("fp8", "int8", "int4") if form in ("auto", "none") else ()
-    else:  # int8 and int4 need fewer bytes than bfloat16, and compute in float32
-        forms = ("int8", "int4") if form in ("auto", "none", "fp32") and dtype is torch.float32 else ()
+    elif form in ("auto", "none", "fp32", "bf16"):  # int8 and int4 compute in float32
+        forms = ("int8", "int4") if dtype is torch.float32 or config.load.dtype == "auto" else ()
     for name in forms[forms.index(kept) + 1 :] if kept in forms else forms:
         for settings, also in sizes:
             rounded = replace(settings, load=replace(settings.load, quantization=name))

@@ -372,6 +372,10 @@ def test_what_would_fit_on_a_cpu_does_fit(infer: Infer, shape: Path, monkeypatch
     monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 24 << 30)
     outcome = infer("plan", str(shape), "--device", "cpu", "--quantization", "fp32")
     assert "what would fit: quantization=int8 or int4" in outcome.err
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 10 << 30)
+    outcome = infer("plan", str(shape), "--device", "cpu", "--quantization", "none")  # bfloat16, as stored
+    assert "what would fit: quantization=int8 or int4" in outcome.err
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 24 << 30)
     whole = ["plan", str(shape), "--device", "cpu", "--quantization", "int8", "--max-seq-len", "50000"]
     outcome = infer(*whole)
     size = outcome.err.rpartition("kv_cache_memory=")[2].partition(",")[0]
