@@ -11,7 +11,7 @@ from infer.errors import ConfigError
 
 HELP = "learn how an engine works: twelve lessons with exercises"
 DESCRIPTION = (
-    "Twelve lessons (docs/learn) build an engine, one idea each. In the exercise of a lesson you write one\n"
+    "Twelve lessons build an engine, one idea each. In the exercise of a lesson you write one\n"
     "part of it in a Python file; the check runs that file, in the real engine where it can, and reports\n"
     "the first mistake. The file runs with your rights: check only files that you trust."
 )
@@ -22,6 +22,8 @@ examples:
   infer learn start 7 policy.py     a file to begin with
   infer learn check 7 policy.py
 """
+ROOT = Path(__file__).parents[3]  # the repository, if the package runs from one
+PAGES = "docs/learn"
 FLAGS: flags.Rows = {
     "lesson [LESSON]": (str, "number or name of a lesson"),
     "file [FILE]": (Path, "your Python file"),
@@ -41,9 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from infer.learn.lessons import LESSONS, check_file, find_lesson, module_of
 
     if args.what is None:
+        has_pages = (ROOT / PAGES).is_dir()
         for number, name in enumerate(LESSONS, 1):
-            page = f"docs/learn/{number:02}-{name.replace('_', '-')}.md"
-            write_out(f"{number:>3}  {module_of(name).TITLE:<22} {page}\n")
+            page = f"{PAGES}/{number:02}-{name.replace('_', '-')}.md" if has_pages else ""
+            write_out(f"{number:>3}  {module_of(name).TITLE:<22} {page}".rstrip() + "\n")
+        if not has_pages:
+            notice(f"a page for each lesson is in the repository, in {PAGES}; an installed package has none")
         notice("'infer learn start 1 FILE' writes a file to begin with")
         return 0
     if args.lesson is None or args.file is None:

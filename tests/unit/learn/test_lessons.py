@@ -106,6 +106,16 @@ def test_list_has_all_lessons(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == [str(number) for number in range(1, 13)]
 
 
+def test_an_installed_package_says_where_the_pages_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.cli.learn.ROOT", tmp_path)  # where a wheel is installed there is no docs/
+    assert infer(["learn"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == "  1  One token at a time" and "docs" not in said.out
+    assert "a page for each lesson is in the repository, in docs/learn" in said.err
+
+
 def test_unknown_lesson_and_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert infer(["learn", "check", "13", "x.py"]) == 2
     assert infer(["learn", "check", "1", str(tmp_path / "none.py")]) == 2
