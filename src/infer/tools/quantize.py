@@ -37,6 +37,7 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.layers.moe import ALWAYS_DENSE
+from infer.loader.find.hub import FOLDERS
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import INDEX, SINGLE, StoredTensor, write_safetensors
 from infer.loader.formats.hf_config import read_hf_config
@@ -48,7 +49,6 @@ from infer.quant.rounding import NF4
 from infer.tools.gguf_writer import KINDS, write_gguf
 
 SHARD_BYTES = 4 << 30
-FOLDERS = ("1_Pooling", "1_LogitScore", "additional_chat_templates")  # folders that a model is read from
 log = logging.getLogger(__name__)
 _E4M3_MAX = 448.0
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word

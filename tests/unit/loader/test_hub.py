@@ -73,6 +73,12 @@ def test_weights_config_and_tokenizer_are_wanted_and_nothing_that_can_run() -> N
         "2_Dense/model.safetensors",
         "original/1_Pooling/config.json",
         "adapter/adapter_config.json",
+        "a/config.json",
+        "ad/config.json",
+        "add_ons/config.json",
+        "additional_chat_templates_old/tool_use.jinja",
+        "1/config.json",
+        "1_Pool/config.json",
         "awq/model.safetensors",
         "a.msgpack",
     ):

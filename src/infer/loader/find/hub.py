@@ -22,12 +22,26 @@ from pathlib import Path
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import is_offline
 
-# Nearly all needed files are at the root of a repository; subdirectories hold other formats (onnx, original),
-# except 1_Pooling and 1_LogitScore (models for embeddings or scores), and additional_chat_templates.
+# Nearly all needed files are at the root of a repository; other folders hold other formats (onnx, original).
+FOLDERS = ("1_Pooling", "1_LogitScore", "additional_chat_templates")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# consolidated.safetensors: the same weights again, in another layout
-UNWANTED = ["[!1a]*/*", "1[!_]*/*", "1_[!PL]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 REACH_S = 5.0  # timeout of the hub's answer, in seconds
+
+
+def _in_other_folders() -> Iterator[str]:
+    """Yield patterns for the files of all folders but FOLDERS: by where their names part, and shorter ones.
+
+    The library's patterns have no "not this word", and their `*` matches slashes as well.
+    """
+    for start in sorted({name[:length] for name in FOLDERS for length in range(len(name) + 1)}):
+        following = {name[len(start) :][:1] or "/" for name in FOLDERS if name.startswith(start)}
+        yield f"{start}[!{''.join(sorted(following))}]*/*"
+        if start not in ("", *FOLDERS):
+            yield f"{start}/*"
+
+
+# consolidated.safetensors: the same weights again, in another layout
+UNWANTED = [*_in_other_folders(), "consolidated*"]
 
 
 def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:
