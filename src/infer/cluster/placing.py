@@ -217,13 +217,12 @@ class RayPlacer:
 
     async def _start(self, slot: _Slot) -> None:
         """Place the actor, and let the front use its replica once that serves."""
-        ray, util = self._ray, importlib.import_module("ray.util")
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        found = await asyncio.to_thread(ray.nodes)
-        sizes = [node["Resources"] for node in found if node["Alive"]]
-        launch, bundles = spread(self._launch, sizes)
-        slot.group = util.placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
-        await self._wait_for_place(slot, bundles)
+        ray, strategies = self._ray, importlib.import_module("ray.util.scheduling_strategies")
+        slot.is_unplaced = True
+        try:
+            launch, bundles = await self._find_place(slot)
+        finally:
+            slot.is_unplaced = False
 
         def place(kind: type, number: int, own: ReplicaLaunch | NodeLaunch) -> Any:
             bundle = bundles[number]
@@ -259,18 +258,34 @@ class RayPlacer:
         logger.info("replica serves number=%d url=%s pid=%d node=%s nodes=%d", *told)
         self.on_ready()
 
-    async def _wait_for_place(self, slot: _Slot, bundles: Sequence[Resources]) -> None:
-        """Wait until the cluster has room for a replica, however long that takes."""
-        placed = asyncio.ensure_future(slot.group.ready())
-        slot.is_unplaced = True
-        try:
-            if not (await asyncio.wait([placed], timeout=NO_ROOM_S))[0]:
-                told = "replica waits for a place number=%d needs=%s: no node has that much free"
-                logger.warning(told, slot.number, list(bundles))
-            await placed
-        finally:
-            placed.cancel()
-            slot.is_unplaced = False
+    async def _find_place(self, slot: _Slot) -> tuple[ReplicaLaunch, list[Resources]]:
+        """Wait until the cluster has room for a replica, however long that takes, and return its bundles.
+
+        Nodes that join meanwhile may be large enough for other bundles, which are then asked for instead.
+        """
+        util = importlib.import_module("ray.util")
+        launch, bundles = await self._spread()
+        while True:
+            strategy = "STRICT_SPREAD" if bundles[1:] else "STRICT_PACK"
+            slot.group = util.placement_group(bundles, strategy=strategy)
+            placed = asyncio.ensure_future(slot.group.ready())
+            try:
+                if not (await asyncio.wait([placed], timeout=NO_ROOM_S))[0]:
+                    told = "replica waits for a place number=%d needs=%s: no node has that much free"
+                    logger.warning(told, slot.number, bundles)
+                    while not placed.done() and (found := await self._spread())[1] == bundles:
+                        await asyncio.wait([placed], timeout=NO_ROOM_S)
+                if placed.done():
+                    placed.result()
+                    return launch, bundles
+                launch, bundles = found
+            finally:
+                placed.cancel()
+            util.remove_placement_group(slot.group)
+
+    async def _spread(self) -> tuple[ReplicaLaunch, list[Resources]]:
+        nodes = await asyncio.to_thread(self._ray.nodes)
+        return spread(self._launch, [node["Resources"] for node in nodes if node["Alive"]])
 
     def _forget(self, slot: _Slot) -> None:
         if slot.server is not None:

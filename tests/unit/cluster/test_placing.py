@@ -146,17 +146,20 @@ class FullCluster:
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.sizes = [cpu(1)]
+        self.asked: list[Any] = []  # bundles of all groups, in order
         self.groups: list[asyncio.Future[None]] = []
         self.options: list[dict[str, Any]] = []
         self.kill = mock.Mock()
         self.PlacementGroupSchedulingStrategy = mock.Mock()
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": cpu(1)}]
+        return [{"Alive": True, "Resources": size} for size in self.sizes]
 
     def placement_group(self, bundles: Any, strategy: str) -> Any:
         ready = asyncio.get_running_loop().create_future()
         self.groups.append(ready)
+        self.asked.append(bundles)
         if len(self.groups) <= self.room:
             ready.set_result(None)
         return SimpleNamespace(ready=lambda: ready, future=ready)
@@ -168,8 +171,13 @@ class FullCluster:
         async def ready() -> tuple[str, int, str]:
             return "http://127.0.0.1:1", 1, "node"
 
+        async def config() -> EngineConfig:
+            return EngineConfig.from_knobs(tensor_parallel_size=2, nnodes=2)
+
         actor = SimpleNamespace(
-            wait_ready=SimpleNamespace(remote=ready), wait_end=SimpleNamespace(remote=asyncio.Event().wait)
+            wait_ready=SimpleNamespace(remote=ready),
+            wait_end=SimpleNamespace(remote=asyncio.Event().wait),
+            config=SimpleNamespace(remote=config),
         )
 
         def options(**given: Any) -> Any:
@@ -179,14 +187,44 @@ class FullCluster:
         return SimpleNamespace(options=options)
 
 
+def use(ray: FullCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray", "ray.util", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    monkeypatch.setattr(placing, "NO_ROOM_S", 0.01)
+
+
+def test_a_replica_that_waits_for_a_large_node_takes_two_small_ones_that_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray, replicas = FullCluster(room=0), ReplicaSet()
+    use(ray, monkeypatch)
+    config = EngineConfig.from_knobs(tensor_parallel_size=4, device="cpu", num_threads=4)
+
+    async def grow() -> None:
+        placer = RayPlacer(launch_of(config), "k", replicas)
+        placer.add()
+        async with asyncio.timeout(30):
+            while "replica waits for a place" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert ray.asked == [[{"CPU": 4.0}]] and placer.num_unplaced == 1
+            ray.sizes, ray.room = [cpu(1), cpu(2), cpu(2)], 1
+            while not replicas.servers:
+                await asyncio.sleep(0.01)
+        assert ray.asked[1:] == [[{"CPU": 2.0}] * 2] and len(ray.groups) == 1, "the first group is given back"
+        assert placer.num_unplaced == 0
+        for slot in placer._slots:
+            assert slot.task is not None
+            slot.task.cancel()
+
+    asyncio.run(grow())
+
+
 def test_a_replica_that_finds_no_place_is_logged_and_taken_back_when_it_is_not_needed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While it waits, Ray's own autoscaler may rent a machine for it."""
     ray, replicas = FullCluster(room=2), ReplicaSet()
-    for name in ("ray", "ray.util", "ray.util.scheduling_strategies"):
-        monkeypatch.setitem(sys.modules, name, ray)
-    monkeypatch.setattr(placing, "NO_ROOM_S", 0.01)
+    use(ray, monkeypatch)
     monkeypatch.setattr(cluster_serve, "PROBE_EVERY_S", 0.001)
 
     async def probe() -> list[LoadReport]:
