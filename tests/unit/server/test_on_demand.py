@@ -737,6 +737,30 @@ def test_shutting_down_ends_loads_and_those_who_wait_hear_of_it(
     play(monkeypatch, oracle, scene, closed=("a", "b"))
 
 
+def test_a_server_that_drains_answers_at_once_who_waits_for_another_model(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    """Its model is never loaded, so there is nothing to wait for; running requests finish."""
+
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        stage.engines["a"].gate.clear()
+        running = asyncio.create_task(stage.ask("a"))
+        await until(lambda: stage.state.models["a"].num_held)
+        waiting = asyncio.create_task(stage.ask("b"))
+        await until(lambda: stage.fleet._leaving)  # a ends for b once its request has finished
+        await stage.fleet.end_loads()  # as the server does before it drains
+        for asked in waiting, asyncio.create_task(stage.ask("c")):
+            async with asyncio.timeout(30):
+                answer = await asked
+            assert answer.status_code == 503 and "the server is shutting down" in answer.text
+        assert not running.done()
+        stage.engines["a"].gate.set()
+        assert (await running).status_code == 200
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_keep_alive_says_how_long_a_model_stays(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
     async def scene(stage: Stage) -> None:
         body: dict[str, Any] = {

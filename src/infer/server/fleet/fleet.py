@@ -352,8 +352,6 @@ class Fleet:
     async def close(self) -> None:
         """Stop every engine; open requests and loads get `EngineStopped`."""
         await self.end_loads()
-        if self._on_demand is not None:
-            await self._on_demand.close()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -375,6 +373,8 @@ class Fleet:
                 meter.client.stop_restarts()
         loads = {*self._waiting.values(), *self._loading.values()}
         await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in loads))
+        if self._on_demand is not None:
+            await self._on_demand.close()  # loads that wait for room
 
     # -- loading ----------------------------------------------------------------------------------
 

@@ -55,12 +55,15 @@ class OnDemand:
         self._loads: dict[str, asyncio.Task[None]] = {}  # running loads, by model name
         self._turn = asyncio.Lock()  # held while a model loads
         self._sweeper: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     async def demand(self, name: str) -> None:
         """Wait until a model is loaded; all callers share one load and its failure.
 
         A caller that leaves does not cancel the load.
         """
+        if self._is_closed:
+            raise EngineStopped(SHUTTING_DOWN)
         loading = self._loads.get(name)
         if loading is None:
             loading = self._loads[name] = asyncio.create_task(self._load_in_turn(name))
@@ -138,7 +141,8 @@ class OnDemand:
         return sum(each.planned_bytes for each in (*self._state.models.values(), *self._leaving.values()))
 
     async def close(self) -> None:
-        """Cancel all loads, and the sweeper."""
+        """Cancel all loads, which end with `EngineStopped`, and the sweeper; begin no more."""
+        self._is_closed = True
         tasks = [*self._loads.values(), *([] if self._sweeper is None else [self._sweeper])]
         for task in tasks:
             task.cancel()
