@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_peers, machine
+from benchmarks import cpu_peers, front_overhead, machine
 from benchmarks.kernels import run_all
 from infer.bench import report
 
@@ -67,6 +68,12 @@ def test_a_peer_that_stops_says_why(
     work = cpu_peers.Work(threads=1, long=0, repeats=1)
     assert cpu_peers.run_elsewhere(str(python), "llama.cpp Q4_0", tmp_path / "m.gguf", work) is None
     assert capsys.readouterr().err == f"llama.cpp Q4_0: {said}\n"
+
+
+def test_a_server_that_is_compared_with_replicas_has_a_session_of_its_own_as_they_have() -> None:
+    """Linux shares a busy machine out by session, so one in the session of the asking process is faster."""
+    with front_overhead.started("this") as (process, _):
+        assert os.getsid(process.pid) == process.pid
 
 
 def test_all_kernels_are_run() -> None:
