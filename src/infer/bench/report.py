@@ -132,7 +132,7 @@ def make_report(
         machine=machine(),
         versions=versions() | ({"server": served_by} if served_by else {}),
         commit=commit(),
-        model=dict(model),
+        model={name: _in_utf8(fact) if isinstance(fact, str) else fact for name, fact in model.items()},
         config=dict(config),
         seed=seed,
         repeats=repeats,
@@ -321,7 +321,12 @@ def command_line(arguments: Sequence[str]) -> str:
             "..." if hides_next else f"{name}=..." if name in SECRETS and has_value else _short(argument)
         )
         hides_next = argument in SECRETS
-    return shlex.join(said)
+    return shlex.join(map(_in_utf8, said))
+
+
+def _in_utf8(text: str) -> str:
+    """Return a text with U+FFFD for every byte of a file's name that is not UTF-8, which JSON cannot hold."""
+    return os.fsencode(text).decode(errors="replace")
 
 
 def _short(argument: str) -> str:

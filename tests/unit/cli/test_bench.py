@@ -165,6 +165,16 @@ def test_policies_are_compared_without_a_model(infer: Infer, tmp_path: Path) -> 
     assert "| `mixed fcfs` |" in (tmp_path / "p.md").read_text()
 
 
+def test_a_model_whose_name_is_not_utf8_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["infer", "bench", "decode", "--model", "/models/a\udcff"])
+    model = {"name": "a\udcff"}
+    report = make_report("decode", [], model=model, config={}, seed=1, repeats=1, warmup=0)
+    write_report(report, tmp_path / "d.json")
+    found = read_report(tmp_path / "d.json")
+    assert found.model["name"] == "a\N{REPLACEMENT CHARACTER}"
+    assert found.command.endswith("--model 'a\N{REPLACEMENT CHARACTER}'")
+
+
 def test_a_tiny_model_is_timed_and_reported(
     infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
