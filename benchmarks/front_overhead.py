@@ -104,8 +104,8 @@ async def measure(urls: Mapping[str, str], num_turns: int, concurrency: int) -> 
 def started(*command: str, **streams: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that says where it serves, and its URL; it is ended with the context.
 
-    It has a session of its own, as replicas have: on a busy machine Linux shares the processors out by session,
-    and one in ours would get them sooner, whenever this process gives way to it.
+    It has a session of its own, as replicas have: on a busy machine Linux shares the processors out by
+    session, and one in ours would get them sooner, whenever this process gives way to it.
     """
     streams |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen([sys.executable, "-m", *command], **streams)
