@@ -41,11 +41,20 @@ def test_an_engine_sleeps_and_wakes(quantization: str, tmp_path: Path) -> None:
     engine = load_engine(EngineConfig.from_knobs(quantization=quantization, **knobs))
     first = answer(engine)
     awake = torch.cuda.memory_allocated()
-    for _ in range(2):
-        sleeping = SleepingEngine(engine)
+    weights, places = None, list[int]()
+    for turn in range(3):
+        sleeping = SleepingEngine(engine, weights)
         del engine
         assert sleeping.keep_weights(1) > 0 and not sleeping._has_left, "they do not fit into a byte"
         assert sleeping.keep_weights(1 << 40) > 0
         assert torch.cuda.memory_allocated() < before + (awake - before) // 4, "the device is not free"
+        weights = sleeping.weights
+        assert weights is not None
+        places.append(sum(copy.data_ptr() for copy in weights._copies))
         engine = sleeping.wake()
+        assert weights.num_pinned > 0
+        if turn == 1:
+            assert len(set(places)) == 1, "the pinned memory of the first sleep is used again"
+            weights.drop_pinned()
+            assert weights.num_pinned == 0
         assert answer(engine) == first

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import zmq
@@ -30,6 +30,9 @@ from infer.engine.stats import EngineStats, add_counters
 from infer.errors import EngineError, InferError
 from infer.scheduling.request import StepOutput
 from infer.tools.record import Recorder, RecordFile
+
+if TYPE_CHECKING:
+    from infer.engine.weights_aside import WeightsAside
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class EngineServer:
         recorder: RecordFile | None = None,
     ) -> None:
         self._set_up, self._recorder = set_up, recorder
+        self._weights: WeightsAside | None = None  # what an engine that slept keeps for its next sleep
         self._past: EngineStats | None = None  # the counters of earlier engines, which had their own records
         self._links = [Link(socket) for socket in sockets]
         self._bell, self._ringer = os.pipe()  # written by other threads, which must not touch zmq sockets
@@ -96,7 +100,7 @@ class EngineServer:
                     continue
                 if isinstance(command, messages.Stop):
                     return
-                if isinstance(command, messages.Sleep | messages.Wake):
+                if isinstance(command, messages.Sleep | messages.Wake | messages.DropPinned):
                     self._turn_over(link, command)
                 else:
                     self._carry_out(link, command)
@@ -145,7 +149,7 @@ class EngineServer:
         self._engine.reset_prefix_cache()
         self._report()  # tells the routers that nothing is cached here
         self._past = self._stats()
-        self._engine = SleepingEngine(self._engine)
+        self._engine = SleepingEngine(self._engine, self._weights)
         del self._subscribers  # they refer to the engine
         self._engine.keep_weights(0)  # the weights stay on the device; everything else is freed
         self._wake(self._engine)
@@ -153,6 +157,7 @@ class EngineServer:
 
     def _wake(self, sleeping: SleepingEngine) -> None:
         engine = sleeping.wake()
+        self._weights = sleeping.weights
         self._set_up(engine)
         freeze()
         self._adopt(engine)
@@ -163,17 +168,21 @@ class EngineServer:
             link.tickets.append(ticket)
             link.outputs.append(output)
 
-    def _turn_over(self, link: Link, command: messages.Sleep | messages.Wake) -> None:
-        """Free the engine, or rebuild it."""
+    def _turn_over(self, link: Link, command: messages.Sleep | messages.Wake | messages.DropPinned) -> None:
+        """Free the engine, or rebuild it, or free what it kept for its next sleep."""
         num_bytes = None
         try:
             if isinstance(command, messages.Sleep):
                 if not isinstance(self._engine, SleepingEngine):
-                    self._engine = SleepingEngine(self._engine)
+                    self._engine = SleepingEngine(self._engine, self._weights)
                     del self._subscribers  # they refer to the engine
                 num_bytes = self._engine.keep_weights(command.max_bytes)
-            elif isinstance(self._engine, SleepingEngine):
-                self._wake(self._engine)
+            elif isinstance(command, messages.Wake):
+                if isinstance(self._engine, SleepingEngine):
+                    self._wake(self._engine)
+                num_bytes = 0 if self._weights is None else self._weights.num_pinned
+            elif self._weights is not None and not isinstance(self._engine, SleepingEngine):
+                self._weights.drop_pinned()
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
         except Exception as error:  # the process that asked closes this one
             if not isinstance(error, InferError):

@@ -154,7 +154,11 @@ class Sleep(Call, frozen=True):
 
 
 class Wake(Call, frozen=True):
-    """Rebuild the engine; answered when it is ready."""
+    """Rebuild the engine; answer with the bytes of pinned memory that it keeps for its next sleep."""
+
+
+class DropPinned(Call, frozen=True):
+    """Free the pinned memory that an engine kept when it woke."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -165,7 +169,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-CallCommand: TypeAlias = ResetPrefixCache | Explain | SetAdapter | Watch | Sleep | Wake
+CallCommand: TypeAlias = ResetPrefixCache | Explain | SetAdapter | Watch | Sleep | Wake | DropPinned
 Command: TypeAlias = Add | Unsubscribe | Abort | CallCommand | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------

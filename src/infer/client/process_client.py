@@ -160,10 +160,15 @@ class ProcessClient:
         assert answer.result is not None
         return answer.result
 
-    async def wake(self) -> None:
-        """Rebuild the engine."""
+    async def wake(self) -> int:
+        """Rebuild the engine; returns the bytes of pinned memory that it keeps for its next sleep."""
         self._is_asleep = False
-        await self._turn_over(messages.Wake(next(self._tickets)))
+        answer = await self._turn_over(messages.Wake(next(self._tickets)))
+        return answer.result or 0
+
+    async def drop_pinned(self) -> None:
+        """Free the pinned memory that the engine kept when it woke."""
+        await self._turn_over(messages.DropPinned(next(self._tickets)))
 
     def stop_restarts(self) -> None:
         """Let the process end if it dies from now on: the server stops."""
@@ -190,7 +195,7 @@ class ProcessClient:
         finally:
             self._calls.pop(command.ticket, None)
 
-    async def _turn_over(self, command: messages.Sleep | messages.Wake) -> Answer:
+    async def _turn_over(self, command: messages.Sleep | messages.Wake | messages.DropPinned) -> Answer:
         """Put the engine to sleep or wake it, which may take as long as a start."""
         self._is_turning_over = True
         try:

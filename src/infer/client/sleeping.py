@@ -23,19 +23,23 @@ class SleepingEngine:
     has_work = False
     ranks = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, weights: WeightsAside | None = None) -> None:
+        """`weights`: those of an earlier sleep, whose pinned memory is used again."""
         if engine.remake is None or engine.has_work:
             raise EngineError("an engine with ranks, adapters or requests cannot sleep; close it")
         self._stats = engine.stats()
         self._remake = engine.remake
-        self._weights: WeightsAside | None = None
-        self._has_left = False
+        self.weights = weights
+        self._is_found = self._has_left = False
 
     def keep_weights(self, max_bytes: int) -> int:
         """Move the weights to host memory if they fit into `max_bytes`; returns their size."""
         from infer.engine.weights_aside import WeightsAside
 
-        self._weights = weights = self._weights or WeightsAside()
+        self.weights = weights = self.weights or WeightsAside()
+        if not self._is_found:
+            weights.find()
+            self._is_found = True
         if weights.num_bytes <= max_bytes and not self._has_left:
             weights.leave_device()
             self._has_left = True
@@ -43,8 +47,8 @@ class SleepingEngine:
 
     def wake(self) -> Engine:
         """Rebuild the engine."""
-        if self._weights is not None and self._has_left:
-            self._weights.come_back()
+        if self.weights is not None and self._has_left:
+            self.weights.come_back()
         engine = self._remake()
         engine.remake = self._remake
         return engine

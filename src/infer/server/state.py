@@ -63,7 +63,7 @@ class ServedModel:
     kept_at: float = 0.0  # when the client set it, in monotonic seconds
     config: EngineConfig = field(default_factory=EngineConfig)  # config of its engines
     planned_bytes: int = 0  # memory of its engines, if it is limited (loaded_memory)
-    host_bytes: int = 0  # host memory of its weights while it sleeps (model_memory)
+    host_bytes: int = 0  # host memory of its weights while it sleeps, or kept for the next time
 
     @property
     def use(self) -> ModelUse:

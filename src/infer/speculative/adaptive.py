@@ -224,7 +224,7 @@ class Acceptance:
             self._judged += 1 - self._judged / self._memory
 
     def begin_probe(self) -> None:
-        """Raise the rate to PRIOR_RATE and lower its weight to PROBE_WEIGHT, so that the next windows decide."""
+        """Raise the rate to PRIOR_RATE, and lower its weight to PROBE_WEIGHT: the next windows decide."""
         self._right, self._judged = max(self.rate, PRIOR_RATE) * PROBE_WEIGHT, PROBE_WEIGHT
         self.is_new = False
 

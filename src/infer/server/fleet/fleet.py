@@ -264,7 +264,8 @@ class Fleet:
         if budget is None or self._is_closing or self._workers.num_processes > 1:
             return False
         while True:
-            room = parse_bytes(budget) - sum(each.host_bytes for each in self.state.asleep.values())
+            others = [*self.state.asleep.values(), *self.state.models.values()]
+            room = parse_bytes(budget) - sum(each.host_bytes for each in others)
             taken = 0
             try:
                 for client in model.clients:
@@ -278,6 +279,8 @@ class Fleet:
                 return False
             if taken <= room:
                 break
+            if await self._drop_pinned():
+                continue
             if not self.state.asleep:
                 told = "weights not kept model=%s bytes=%d model_memory=%s reason='they take more'"
                 logger.warning(told, model.name, taken, budget)
@@ -293,14 +296,31 @@ class Fleet:
         self.state.asleep[name] = model
         return True
 
+    async def _drop_pinned(self) -> bool:
+        """Free the host memory that a loaded model kept when it woke; returns False if none has any."""
+        found = next((each for each in self.state.models.values() if each.host_bytes), None)
+        if found is None:
+            return False
+        found.host_bytes = 0
+        for client in found.clients:
+            assert isinstance(client, MeteredClient) and isinstance(client.client, ProcessClient)
+            with suppress(EngineError):  # it has died, and its memory is free
+                await client.client.drop_pinned()
+        return True
+
     async def _forget_asleep(self, name: str) -> None:
         """Stop the engines of a sleeping model, if there is one with this name."""
         if (found := self.state.asleep.pop(name, None)) is not None:
             await self._close(found)
             logger.info("weights forgotten model=%s", name)
 
-    async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
-        """Wake the engines of a sleeping model; None: there is none, or it has another config."""
+    async def _wake(
+        self, name: str, config: EngineConfig
+    ) -> tuple[PromptEncoder, list[EngineClient], int] | None:
+        """Wake the engines of a sleeping model; None: there is none, or it has another config.
+
+        The number is the bytes of host memory that they keep for the next time.
+        """
         model = self.state.asleep.pop(name, None)  # so that only this task can close it
         if model is None:
             return None
@@ -308,16 +328,17 @@ class Fleet:
         try:
             if model.config != config:
                 raise EngineError("its settings have changed")
+            num_kept = 0
             for client in clients:
                 assert isinstance(client, ProcessClient)
-                await client.wake()
+                num_kept += await client.wake()
         except BaseException as error:
             await self._close(model)
             if not isinstance(error, Exception):  # the load was cancelled
                 raise
             logger.warning("model reloaded model=%s reason=%r", name, str(error))
             return None
-        return model.encoder, clients
+        return model.encoder, clients, num_kept
 
     async def _uses(self) -> dict[str, ModelUse]:
         """Return the use of every loaded model, summed over all API processes."""
@@ -384,12 +405,13 @@ class Fleet:
         shared = self._workers.new_engines(self.state.config.replicas)
         try:
             woken = await self._wake(name, config)
-            encoder, engines = woken or await self._starter.start(name, config, shared)
+            encoder, engines, num_kept = woken or (*await self._starter.start(name, config, shared), 0)
         except BaseException:
             self._workers.tell(messages.Gone(list(shared)))
             raise
         served_name = name or encoder.name
         model = ServedModel(served_name, encoder, engines, int(time.time()), engines=shared, config=config)
+        model.host_bytes = num_kept
         try:
             if not name:
                 self.names.check(model.name)
