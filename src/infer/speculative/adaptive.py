@@ -14,7 +14,8 @@ acceptance rate of r, the draft at depth i survives with probability r^i:
 the order of survival never skips a draft of a sequence, and this one order serves every number of drafts.
 Drafting takes time for each position of the longest window (`draft_s`), so with a draft model the search is
 repeated for each longest window. The tokens of other sequences in the step count too, so drafts must be worth
-delaying them. In a step that is bound by arithmetic they never are, and speculation is off.
+delaying them. In a step that is bound by arithmetic they never are, and speculation is off. Several sequences
+in a step get drafts only if these gain LEAST_GAIN: the sequences that gain least end last.
 
     windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
     drafts     4433222                               1 rejected                      1 accepted, then 4, 4, ..
@@ -50,7 +51,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 MEMORY = 32  # judged drafts that a sequence's rate averages
-PRIOR_RATE = 0.6  # rate before any draft was judged; high enough to draft wherever drafts are cheap
+PRIOR_RATE = 0.7  # rate before any draft was judged; high enough to draft wherever drafts are cheap
 PRIOR_WEIGHT = 6.0  # weight of PRIOR_RATE, in judged drafts
 PROBE_WEIGHT = 3.0  # weight of the rate of a sequence that is probed
 MOST_PRIOR_WEIGHT = 8.0  # largest weight of the rate of all sequences in a new one, in judged drafts
@@ -58,7 +59,8 @@ ALL_MEMORY = 64  # judged drafts that the rate of all sequences averages
 PROBE_STEPS = 64  # fewest steps between two probes of sequences without drafts
 MOST_PROBE_STEPS = 1024  # most steps between two probes
 PROBE_SHARE = 0.005  # share of the time that probes may lose
-CREDIT_STEPS = 64  # most time that drafts may save for later probes, in steps of one sequence
+LEAST_GAIN = 0.1  # of the speed of a batch; in it, sequences with few accepted drafts get slower
+CREDIT_STEPS = 16  # most time that drafts may save for later probes, in steps of one sequence
 HOPED_RATE = 0.95  # acceptance rate at which a probe must pay off to be worth making
 LONG_PROBE = 4  # drafts of a probe where a single draft can never pay off
 REPAY_STEPS = 256  # most steps in which drafts must repay the time of catching up
@@ -456,7 +458,7 @@ class DraftLengths:
 
         A row is an acceptance rate and the drafts available. Each row computes one token in any case, and the
         step `num_others` more, with at most `room` drafts; a token attends to `seen` positions. Drafts must
-        save `repaid_s` seconds before they gain any.
+        save `repaid_s` seconds before they gain any, and in a batch gain LEAST_GAIN.
         """
         assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
@@ -475,7 +477,8 @@ class DraftLengths:
         attending = seen * self.costs.seen_s
         seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
         plain_s = self.costs.without_drafts(base, seen)
-        best, taken = (base / (plain_s - repaid_s) if repaid_s < plain_s else math.inf), order[:0]
+        least = 1.0 if base == 1 else 1.0 + LEAST_GAIN
+        best, taken = (least * base / (plain_s - repaid_s) if repaid_s < plain_s else math.inf), order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
             turns = self._turns(cap)

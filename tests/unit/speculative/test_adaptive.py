@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from infer.speculative.adaptive import (
+    LEAST_GAIN,
     MOST_PROBE_STEPS,
     PRIOR_RATE,
     PROBE_STEPS,
@@ -159,8 +160,14 @@ def test_the_choice_is_the_best_of_all_allocations(seed: int) -> None:
         counts = DraftLengths(costs).choose(rows, num_others, room)
         assert all(0 <= count <= available for count, (_, available) in zip(counts, rows, strict=True))
         assert room is None or sum(counts) <= room
-        best = best_speed(costs, rows, num_others, room)
-        assert speed(costs, rows, counts, num_others) == pytest.approx(best, rel=1e-12)
+        best, plain = (
+            best_speed(costs, rows, num_others, room),
+            speed(costs, rows, [0] * len(rows), num_others),
+        )
+        is_worth_it = len(rows) + num_others == 1 or best > (1 + LEAST_GAIN) * plain
+        expected = best if is_worth_it else plain
+        assert speed(costs, rows, counts, num_others) == pytest.approx(expected, rel=1e-12)
+        assert is_worth_it or not any(counts)
 
 
 def test_no_rows_and_no_drafts() -> None:
@@ -184,7 +191,7 @@ def test_a_gap_is_paid_once_for_all_rows() -> None:
     """A gap of half a step is too much for one likely draft, and little for a draft of each of eight."""
     costs = StepCosts(((1, 1.0),), gap_s=0.5)
     assert DraftLengths(costs).choose([(0.4, 1)]) == [0]
-    assert DraftLengths(costs).choose([(0.6, 1)] * 8) == [1] * 8
+    assert DraftLengths(costs).choose([(0.7, 1)] * 8) == [1] * 8
 
 
 def test_a_draft_model_pays_for_the_longest_window() -> None:
@@ -286,7 +293,7 @@ def test_a_new_sequence_is_tried() -> None:
 def test_drafts_that_are_always_wrong_are_switched_off() -> None:
     found = run(DraftLengths(H200), range(40 * PROBE_STEPS), num_rows=1, is_right=False)
     num_windows = next(step for step, count in enumerate(found) if not count)
-    assert num_windows <= 24, "a draft costs next to nothing: the first windows lose the time of three steps"
+    assert num_windows <= 28, "a draft costs next to nothing: the first windows lose the time of three steps"
     probed = [step for step in range(num_windows + 1, len(found)) if found[step] and not found[step - 1]]
     assert probed, "now and then they are tried again"
     lost_s = sum(H200.with_drafts(H200.seconds(1 + count), 1, 1, count) - 3.97e-3 for count in found if count)
@@ -316,7 +323,7 @@ def test_text_that_becomes_predictable_gets_drafts_again() -> None:
     run(lengths, range(200), num_rows=1, is_right=False)
     found = run(lengths, range(200, 200 + 8 * PROBE_STEPS), num_rows=1, is_right=True)
     probe = next(step for step, count in enumerate(found) if count)
-    assert probe <= 5 * PROBE_STEPS, "three steps of time were lost, a two-hundredth of the time"
+    assert probe <= 6 * PROBE_STEPS, "three steps of time were lost, a two-hundredth of the time"
     assert min(found[probe + 4 :]) == 4
 
 

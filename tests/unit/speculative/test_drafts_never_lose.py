@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infer.speculative.adaptive import DraftLengths, MissedText, StepCosts
+from infer.speculative.adaptive import LEAST_GAIN, DraftLengths, MissedText, StepCosts
 from tests.support.thinned import thinned
 
 MOST = 8  # drafts of a window
@@ -118,7 +118,10 @@ def chosen_speed(machine: Machine, rate: float, num_rows: int) -> float:
 def assert_chosen_well(machine: Machine, rate: float, num_rows: int) -> None:
     speeds = [fixed_speed(machine, rate, num_rows, length) for length in range(MOST + 1)]
     found = chosen_speed(machine, rate, num_rows)
-    assert found >= 0.98 * max(speeds), (machine, rate, num_rows, found, speeds)
+    best = max(speeds)
+    if num_rows > 1 and best < 1.02 * (1 + LEAST_GAIN) * speeds[0]:
+        best = speeds[0]  # the batch has too little of it
+    assert found >= 0.98 * best, (machine, rate, num_rows, found, speeds)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8, 12])
