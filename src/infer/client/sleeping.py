@@ -24,7 +24,7 @@ class SleepingEngine:
     ranks = None
 
     def __init__(self, engine: Engine, weights: WeightsAside | None = None) -> None:
-        """`weights`: those of an earlier sleep, whose pinned memory is used again."""
+        """`weights`: the weights of an earlier sleep, whose pinned memory is used again."""
         if engine.remake is None or engine.has_work:
             raise EngineError("an engine with ranks, adapters or requests cannot sleep; close it")
         self._stats = engine.stats()
