@@ -152,7 +152,7 @@ class ProcessClient:
     async def sleep(self, max_bytes: int) -> int:
         """Free the engine; returns the bytes of its weights, which move to host memory if they fit.
 
-        A process that ends while asleep is not restarted.
+        A process that ends while it is asleep or wakes is not restarted.
         """
         self._is_asleep = True
         answer = await self._turn_over(messages.Sleep(next(self._tickets), max_bytes))
@@ -162,9 +162,10 @@ class ProcessClient:
 
     async def wake(self) -> int:
         """Rebuild the engine; returns the bytes of pinned memory that it keeps for its next sleep."""
-        self._is_asleep = False
         answer = await self._turn_over(messages.Wake(next(self._tickets)))
-        return answer.result or 0
+        self._is_asleep = False
+        assert answer.result is not None
+        return answer.result
 
     async def drop_pinned(self) -> None:
         """Free the pinned memory that the engine kept when it woke."""

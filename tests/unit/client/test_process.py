@@ -42,7 +42,7 @@ from infer.config.settings import EngineConfig
 from infer.constraints.description import Structured
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError, QueueFull
+from infer.errors import EngineError, EngineLost, EngineStopped, QueueFull
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -275,6 +275,7 @@ class SilentProcess:
     """An engine process that takes commands and never answers."""
 
     pid = 0
+    exit_reason = "the engine process ended with signal 9 (Killed)"
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
@@ -359,18 +360,47 @@ def test_an_engine_that_falls_asleep_or_wakes_is_not_stuck_and_has_no_prefixes(
         for number, turn in enumerate((client.sleep(100), client.wake()), 1):
             turning = asyncio.create_task(turn)
             await asyncio.sleep(0)
-            assert client._is_asleep is (number == 1), "one that dies while it wakes is started again"
             now += 1000.0  # copies, and an engine that is built
             assert client.failure is None
-            answer = Answer(number, 60 if number == 1 else None, None)
-            client._take(StepReport(number, EngineStats(), [], [], [answer]))
-            assert await turning == (60 if number == 1 else None)
+            client._take(StepReport(number, EngineStats(), [], [], [Answer(number, 60 + number, None)]))
+            assert await turning == 60 + number
             assert client.prefixes == set()
         reader = asyncio.create_task(anext(client.generate(add(1).request)))
         await asyncio.sleep(0)
         now += 11.0
         assert client.failure is not None, "it is awake, and owes an answer"
         reader.cancel()
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dies_in", ["sleep", "wake"])
+def test_an_engine_that_dies_as_it_falls_asleep_or_wakes_is_not_restarted(dies_in: str) -> None:
+    """The fleet loads the model from its files instead: a restarted engine would serve no request."""
+
+    async def main() -> None:
+        restarts: list[int] = []
+
+        async def start_again() -> tuple[EngineProcess, Ready]:
+            restarts.append(1)
+            return cast(EngineProcess, SilentProcess()), Ready(EngineStats())
+
+        process, options = SilentProcess(), ProcessOptions(restart=True)
+        client = ProcessClient(cast(EngineProcess, process), Ready(EngineStats()), options, start_again)
+        turning = asyncio.create_task(client.sleep(100))
+        await asyncio.sleep(0)
+        if dies_in == "wake":
+            client._take(StepReport(1, EngineStats(), [], [], [Answer(1, 60, None)]))
+            await turning
+            turning = asyncio.create_task(client.wake())
+            await asyncio.sleep(0)
+        process.exited.set()
+        with pytest.raises(EngineStopped) as told:
+            await turning
+        assert "restarted" not in str(told.value)
+        await asyncio.wait([client._supervisor], timeout=30)
+        assert isinstance(client.failure, EngineLost) and restarts == []
         await client.close()
 
     asyncio.run(main())

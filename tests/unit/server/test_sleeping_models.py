@@ -27,6 +27,7 @@ class Sleeper(ProcessClient):
     """An engine without a process, whose weights take 60 MiB; it turns over when it is allowed to."""
 
     num_bytes = 60 << 20
+    num_pinned = 0  # bytes that it keeps when it wakes
 
     def __init__(self) -> None:
         self.ready, self.prefixes = Ready(EngineStats()), set()
@@ -52,8 +53,12 @@ class Sleeper(ProcessClient):
         await self._turn("sleep")
         return self.num_bytes
 
-    async def wake(self) -> None:
+    async def wake(self) -> int:
         await self._turn("wake")
+        return self.num_pinned
+
+    async def drop_pinned(self) -> None:
+        await self._turn("drop_pinned")
 
     async def close(self, reason: str = CLOSED) -> None:
         self.is_closed = True
@@ -219,6 +224,23 @@ def test_a_model_that_wakes_does_not_make_room_for_others(
         first.may_turn.set()
         assert await waking is first and not first.is_closed
         assert stand.asleep == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_what_a_woken_model_keeps_makes_room_before_a_sleeping_model_does(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        first = await stand.load("a")
+        first.num_pinned = first.num_bytes
+        await stand.retire("a")
+        await stand.load("a")
+        assert stand.state.models["a"].host_bytes == first.num_bytes
+        await stand.load("b")
+        await stand.retire("b")
+        assert first.calls == ["sleep", "wake", "drop_pinned"]
+        assert stand.asleep == ["b"] and stand.state.models["a"].host_bytes == 0 and not first.is_closed
 
     play(monkeypatch, oracle, scene)
 
