@@ -168,8 +168,8 @@ class ProcessClient:
         return answer.result
 
     async def drop_pinned(self) -> None:
-        """Free the pinned memory that the engine kept when it woke."""
-        await self._turn_over(messages.DropPinned(next(self._tickets)))
+        """Free the pinned memory that the engine kept when it woke; it goes on serving."""
+        await self._call(messages.DropPinned(next(self._tickets)))
 
     def stop_restarts(self) -> None:
         """Let the process end if it dies from now on: the server stops."""
@@ -196,7 +196,7 @@ class ProcessClient:
         finally:
             self._calls.pop(command.ticket, None)
 
-    async def _turn_over(self, command: messages.Sleep | messages.Wake | messages.DropPinned) -> Answer:
+    async def _turn_over(self, command: messages.Sleep | messages.Wake) -> Answer:
         """Put the engine to sleep or wake it, which may take as long as a start."""
         self._is_turning_over = True
         try:

@@ -406,6 +406,26 @@ def test_an_engine_that_dies_as_it_falls_asleep_or_wakes_is_not_restarted(dies_i
     asyncio.run(main())
 
 
+def test_an_engine_that_hangs_is_stuck_while_it_should_free_its_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(process_client, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        _, client = await silent_client(10.0)
+        dropping = asyncio.create_task(client.drop_pinned())
+        await asyncio.sleep(0)
+        now += 11.0
+        assert isinstance(client.failure, EngineError), "it serves meanwhile, so it is watched"
+        await client.close()
+        with pytest.raises(EngineStopped):
+            await dropping
+
+    asyncio.run(main())
+
+
 def test_a_full_queue_is_told_without_asking_the_engine() -> None:
     """It takes commands between steps alone, and a step may take seconds."""
 

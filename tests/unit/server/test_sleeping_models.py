@@ -27,14 +27,13 @@ class Sleeper(ProcessClient):
     """An engine without a process, whose weights take 60 MiB; it turns over when it is allowed to."""
 
     num_bytes = 60 << 20
-    num_pinned = 0  # bytes that it keeps when it wakes
 
     def __init__(self) -> None:
         self.ready, self.prefixes = Ready(EngineStats()), set()
         self.may_turn = asyncio.Event()
         self.may_turn.set()
         self.calls: list[str] = []
-        self.is_closed = False
+        self.is_closed = self.has_left = False
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -51,14 +50,15 @@ class Sleeper(ProcessClient):
 
     async def sleep(self, max_bytes: int) -> int:
         await self._turn("sleep")
+        self.has_left = self.num_bytes <= max_bytes
         return self.num_bytes
 
     async def wake(self) -> int:
         await self._turn("wake")
-        return self.num_pinned
+        return self.num_bytes
 
     async def drop_pinned(self) -> None:
-        await self._turn("drop_pinned")
+        await self._turn("drop")
 
     async def close(self, reason: str = CLOSED) -> None:
         self.is_closed = True
@@ -86,6 +86,12 @@ class Stand:
     @property
     def asleep(self) -> list[str]:
         return list(self.state.asleep)
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """The host memory of each model that has any, in MiB."""
+        models = (*self.state.asleep.values(), *self.state.models.values())
+        return {model.name: model.host_bytes >> 20 for model in models if model.host_bytes}
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -224,6 +230,69 @@ def test_a_model_that_wakes_does_not_make_room_for_others(
         first.may_turn.set()
         assert await waking is first and not first.is_closed
         assert stand.asleep == ["b"]
+        assert first.calls[-1] == "drop" and stand.host_bytes == {"b": 60}, "there is room for one"
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_wakes_keeps_its_host_memory_until_another_one_sleeps(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        first = await stand.load("a")
+        await stand.retire("a")
+        assert await stand.load("a") is first and stand.host_bytes == {"a": 60}
+        await stand.retire("a")
+        assert await stand.load("a") is first and stand.host_bytes == {"a": 60}, (
+            "its own takes no room from it"
+        )
+        await stand.load("b")
+        await stand.retire("b")
+        assert stand.asleep == ["b"] and stand.host_bytes == {"b": 60}
+        assert first.calls == ["sleep", "wake", "sleep", "wake", "drop"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_wakes_while_another_one_falls_asleep_gives_up_its_host_memory(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        first = await stand.load("a")
+        second = await stand.load("b")
+        await stand.retire("a")
+        first.may_turn.clear()
+        waking = asyncio.create_task(stand.load("a"))
+        await until(lambda: "wake" in first.calls)
+        second.may_turn.clear()
+        leaving = stand.retire("b")
+        await until(lambda: "sleep" in second.calls)
+        first.may_turn.set()
+        await waking
+        second.may_turn.set()
+        await leaving
+        assert stand.asleep == ["b"] and stand.host_bytes == {"b": 60} and first.calls[-1] == "drop"
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_leaves_with_its_host_memory_counts_until_it_has_gone(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        first = await stand.load("a")
+        await stand.retire("a")
+        await stand.load("a")
+        model = stand.state.models["a"]
+        model.num_held = 1
+        leaving = stand.retire("a")
+        await asyncio.sleep(0)
+        await stand.load("b")
+        await stand.retire("b")
+        assert stand.asleep == ["b"] and first.calls[-1] == "drop", "the budget is for both"
+        model.num_held = 0
+        await leaving
+        assert stand.host_bytes == {"a": 60}
 
     play(monkeypatch, oracle, scene)
 
@@ -233,13 +302,12 @@ def test_what_a_woken_model_keeps_makes_room_before_a_sleeping_model_does(
 ) -> None:
     async def scene(stand: Stand) -> None:
         first = await stand.load("a")
-        first.num_pinned = first.num_bytes
         await stand.retire("a")
         await stand.load("a")
         assert stand.state.models["a"].host_bytes == first.num_bytes
         await stand.load("b")
         await stand.retire("b")
-        assert first.calls == ["sleep", "wake", "drop_pinned"]
+        assert first.calls == ["sleep", "wake", "drop"]
         assert stand.asleep == ["b"] and stand.state.models["a"].host_bytes == 0 and not first.is_closed
 
     play(monkeypatch, oracle, scene)
@@ -258,5 +326,23 @@ def test_a_model_that_is_unloaded_while_it_wakes_is_closed(
         with pytest.raises(EngineStopped, match="unloaded"):
             await waking
         assert engine.is_closed and stand.asleep == [] and len(stand.engines["a"]) == 1
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_falls_asleep_may_use_what_is_freed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        await stand.load("a")
+        second = await stand.load("b")
+        await stand.retire("a")
+        second.may_turn.clear()
+        leaving = stand.retire("b")
+        await until(lambda: second.calls)
+        await stand.fleet.unload("a")
+        second.may_turn.set()
+        await leaving
+        assert stand.asleep == ["b"] and second.has_left and second.calls == ["sleep", "sleep"]
 
     play(monkeypatch, oracle, scene)

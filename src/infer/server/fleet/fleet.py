@@ -264,9 +264,7 @@ class Fleet:
         if budget is None or self._is_closing or self._workers.num_processes > 1:
             return False
         while True:
-            others = [*self.state.asleep.values(), *self.state.models.values()]
-            room = parse_bytes(budget) - sum(each.host_bytes for each in others)
-            taken = 0
+            room, taken = self._host_room(model), 0
             try:
                 for client in model.clients:
                     assert isinstance(client, MeteredClient) and isinstance(client.client, ProcessClient)
@@ -277,15 +275,13 @@ class Fleet:
                 return False
             if self._is_closing:
                 return False
-            if taken <= room:
+            left = self._host_room(model)  # other models may have woken or gone meanwhile
+            if taken <= min(room, left):
                 break
-            if await self._drop_pinned():
-                continue
-            if not self.state.asleep:
+            if taken > left and not await self._free_host_memory(model):
                 told = "weights not kept model=%s bytes=%d model_memory=%s reason='they take more'"
                 logger.warning(told, model.name, taken, budget)
                 return False
-            await self._forget_asleep(next(iter(self.state.asleep)))
         name, taken_names = model.name, (*self.state.models, *self._loading, *self.state.asleep)
         if name not in self.state.names or name in taken_names:  # its requests took long to finish
             logger.info("weights not kept model=%s reason='it was unloaded or reloaded meanwhile'", name)
@@ -296,17 +292,35 @@ class Fleet:
         self.state.asleep[name] = model
         return True
 
-    async def _drop_pinned(self) -> bool:
-        """Free the host memory that a loaded model kept when it woke; returns False if none has any."""
-        found = next((each for each in self.state.models.values() if each.host_bytes), None)
-        if found is None:
+    def _host_room(self, model: ServedModel) -> int:
+        """Return the bytes of `model_memory` that the other models leave to a model."""
+        if (budget := self.state.config.model_memory) is None:
+            return 0
+        others = {*self.state.asleep.values(), *self.state.models.values(), *self._leaving.values()} - {model}
+        return parse_bytes(budget) - sum(each.host_bytes for each in others)
+
+    async def _free_host_memory(self, model: ServedModel) -> bool:
+        """Free what another model takes of `model_memory`; returns False if none takes any.
+
+        Memory that a model kept when it woke goes first, then the model that has slept the longest.
+        """
+        asleep = self.state.asleep
+        awake = {*self._leaving.values(), *self.state.models.values()} - {model, *asleep.values()}
+        if kept := [each for each in awake if each.host_bytes]:
+            await self._drop_pinned(kept[0])
+        elif asleep:
+            await self._forget_asleep(next(iter(asleep)))
+        else:
             return False
-        found.host_bytes = 0
-        for client in found.clients:
+        return True
+
+    async def _drop_pinned(self, model: ServedModel) -> None:
+        """Free the host memory that a model kept when it woke."""
+        for client in model.clients:
             assert isinstance(client, MeteredClient) and isinstance(client.client, ProcessClient)
             with suppress(EngineError):  # it has died, and its memory is free
                 await client.client.drop_pinned()
-        return True
+        model.host_bytes = 0
 
     async def _forget_asleep(self, name: str) -> None:
         """Stop the engines of a sleeping model, if there is one with this name."""
@@ -421,6 +435,8 @@ class Fleet:
             await self._serve(name, model, config, took, is_woken=woken is not None)
             for client in () if replaces else model.clients:  # an on-demand model is back
                 await self.adapters.restore(model.name, client)
+            if model.host_bytes > self._host_room(model):  # another model fell asleep while it woke
+                await self._drop_pinned(model)
         except BaseException:
             with suppress(asyncio.CancelledError):  # the first error is raised
                 await self._close(model)
