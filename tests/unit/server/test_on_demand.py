@@ -634,7 +634,7 @@ def test_a_load_of_an_adapter_that_waits_for_its_turn_can_be_ended(
         first = asyncio.create_task(load("law"))
         await until(stage.fleet.adapters._turn.locked)
         second = asyncio.create_task(load("sql"))
-        await until(lambda: stage.fleet._waiting)
+        await until(lambda: stage.fleet.adapters.waiting)
         ending = None
         if end == "leave":
             second.cancel()
@@ -643,7 +643,7 @@ def test_a_load_of_an_adapter_that_waits_for_its_turn_can_be_ended(
             ending = asyncio.create_task(unload)
         else:
             await stage.fleet.end_loads()
-        await until(lambda: not stage.fleet._waiting)
+        await until(lambda: not stage.fleet.adapters.waiting)
         if end != "leave":
             answer = await second
             assert answer.status_code == 503, answer.text
@@ -654,6 +654,22 @@ def test_a_load_of_an_adapter_that_waits_for_its_turn_can_be_ended(
         assert end == "shutdown" or (await load("sql")).status_code == 200
 
     play(monkeypatch, oracle, scene)
+
+
+def test_an_unload_ends_no_waiting_load_of_another_kind(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.ask("a"))
+        await until(lambda: stage.starts["a"])
+        body = {"name": "new", "model": "d"}
+        loading = asyncio.create_task(stage.client.post("/admin/models/load", json=body))
+        await until(lambda: stage.fleet._waiting)
+        answer = await stage.client.post("/admin/adapters/unload", json={"name": "new"})
+        assert answer.status_code == 404 and "no adapter is served" in answer.text, answer.text
+        for name in "ad":
+            stage.may_load[name].set()
+        assert (await loading).status_code == 200 and (await asked).status_code == 200
+
+    play(monkeypatch, oracle, scene, closed=("a",))
 
 
 def test_a_name_that_is_gone_is_not_loaded(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:

@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 class ServedAdapters:
     """The adapters of a `ServerState`."""
 
-    def __init__(self, state: ServerState, names: Names, waiting: dict[str, Load]) -> None:
-        self._state, self._names, self._waiting = state, names, waiting
+    def __init__(self, state: ServerState, names: Names) -> None:
+        self._state, self._names = state, names
+        self.waiting: dict[str, Load] = {}  # loads that wait for their turn
         self._paths: dict[str, str] = {}  # directories of adapters loaded at run time
         self._turn = asyncio.Lock()  # adapters are loaded and unloaded one at a time
 
@@ -40,7 +41,7 @@ class ServedAdapters:
         gets the adapter when it is back. A load that waits for its turn can be ended, and cancelled; one that
         has begun is finished.
         """
-        async with in_turn(name, self._waiting, self._turn):
+        async with in_turn(name, self.waiting, self._turn):
             loading = asyncio.create_task(self._load(name, path, base, replaces=replaces))
             await finish(loading)
             return loading.result()
@@ -86,7 +87,7 @@ class ServedAdapters:
 
     async def unload(self, name: str) -> None:
         """Unload an adapter; requests that began with it finish. A load of it that waits is cancelled."""
-        if (load := self._waiting.get(name)) is not None:
+        if (load := self.waiting.get(name)) is not None:
             await load.end("the adapter was unloaded")
         async with self._turn:
             base = self._state.adapters.pop(name, None)

@@ -82,8 +82,8 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._loading: dict[str, Load] = {}  # running loads, by each of their names
         self.names = Names(state, self._workers, self._loading)
-        self._waiting: dict[str, Load] = {}  # loads of models and adapters that wait for their turn
-        self.adapters = ServedAdapters(state, self.names, self._waiting)
+        self._waiting: dict[str, Load] = {}  # loads that wait for their turn
+        self.adapters = ServedAdapters(state, self.names)
         self._is_closing = False
         self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines stop
         self._sleep_turn = asyncio.Lock()  # models are put to sleep one at a time: they share a budget
@@ -406,7 +406,8 @@ class Fleet:
         for meter in self.metrics.meters:
             if isinstance(meter.client, ProcessClient):
                 meter.client.stop_restarts()
-        loads = {*self._waiting.values(), *self._loading.values()}
+        running = (self._waiting, self._loading, self.adapters.waiting)
+        loads = {load for each in running for load in each.values()}
         await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in loads))
         if self._on_demand is not None:
             await self._on_demand.close()  # loads that wait for room
