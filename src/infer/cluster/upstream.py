@@ -97,6 +97,7 @@ class Upstream(asyncio.Protocol):
         self._pieces.clear()
         if self._backlog > MAX_BACKLOG and self._transport is not None:
             self._transport.resume_reading()
+            self._heard_at = monotonic()  # the silence begins anew
         self._backlog = 0
         return piece
 

@@ -18,6 +18,7 @@ from infer.cli.main import main
 from infer.cluster import front as front_module
 from infer.cluster import replicas as replicas_module
 from infer.cluster import serve as serve_module
+from infer.cluster import upstream as upstream_module
 from infer.cluster.child import ReplicaLaunch
 from infer.cluster.front import build_front, merge_pages
 from infer.cluster.placing import RayPlacer
@@ -407,6 +408,45 @@ def shorter_silence(seconds: float) -> Iterator[None]:
         yield
     finally:
         replicas_module.SILENT_S = usual
+
+
+@in_loop
+async def test_an_answer_that_waited_for_its_client_has_time_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the client does not read, nothing can come, whatever the replica does."""
+    now = 1000.0
+    monkeypatch.setattr(upstream_module, "monotonic", lambda: now)
+    body, is_over = bytes(upstream_module.MAX_BACKLOG + 1), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body) + 1, body))
+        try:
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        except ConnectionError:
+            pass
+        is_over.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        connection = await Upstream.connect(*server.sockets[0].getsockname())
+        await connection.ask(b"GET / HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(30):
+            while connection._backlog < len(body):
+                await asyncio.sleep(0.01)
+        connection.close_when_silent(2.0)
+        now += 60.0  # the client does not read
+        connection._close_if_silent()
+        assert await connection.read() == body
+        now += 1.0
+        connection._close_if_silent()
+        assert not connection._is_lost
+        now += 1.0
+        connection._close_if_silent()
+        assert connection._is_lost
+        await asyncio.wait_for(is_over.wait(), 30)
 
 
 @in_loop
