@@ -65,6 +65,7 @@ class WeightsAside:
             torch.cuda.synchronize()
         for storage in self._storages:
             storage.resize_(0)
+        kept.clear()  # copies whose sizes no storage has any more
         collect()
 
     def come_back(self) -> None:
