@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from infer.client.process_client import ProcessClient
 from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 from tests.support.server_process import ServerProcess, start_server, wait_until
 
 
@@ -69,6 +74,27 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
         wait_until(lambda: len(engines(server)) == 1)
         (last,) = engines(server)
     wait_until(lambda: not Path(f"/proc/{last}").exists())
+
+
+def test_an_engine_that_woke_answers_while_it_frees_its_pinned_memory(checkpoint: str) -> None:
+    async def main() -> None:
+        client = await ProcessClient.start(EngineConfig.from_knobs(model=checkpoint, num_blocks=256))
+
+        async def answer(request_id: str) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+            request = Request(request_id=request_id, prompt=(5, 6, 7), params=params)
+            return [token async for output in client.generate(request) for token in output.token_ids]
+
+        try:
+            first = await answer("a")
+            assert len(first) == 16 and await client.sleep(1 << 40) > 0
+            assert await client.wake() == 0, "on a CPU the weights stay where they are"
+            again, _ = await asyncio.gather(answer("b"), client.drop_pinned())
+            assert again == first
+        finally:
+            await client.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow  # tests/unit/server/test_on_demand.py has the rules, with scripted engines

@@ -111,7 +111,7 @@ class ServerMetrics(Collector):
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
         self.stages: Mapping[str, str] = {}  # stages of all models by name, set at a scrape
-        self.asleep: Mapping[str, int] = {}  # bytes of sleeping models' weights, by name
+        self.host_bytes: Mapping[str, int] = {}  # bytes of `model_memory` that models take, by name
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._errors: Counter[str] = Counter()  # errors by code
         self._num_gone = 0
@@ -230,7 +230,7 @@ class ServerMetrics(Collector):
             yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
     def _collect_models(self) -> Iterator[Metric]:
-        """Yield the stage of each known model, and the host memory of sleeping models."""
+        """Yield the stage of each known model, and the host memory that models take."""
         rows = [((name, each), each == stage) for name, stage in self.stages.items() for each in STAGES]
         yield self._gauge(
             "model_state",
@@ -238,9 +238,9 @@ class ServerMetrics(Collector):
             rows,
             ("model_name", "state"),
         )
-        asleep = [((name,), num_bytes) for name, num_bytes in self.asleep.items()]
-        text = "Bytes of host memory used by the weights of a sleeping model."
-        yield self._gauge("model_host_bytes", text, asleep, ("model_name",))
+        taken = [((name,), num_bytes) for name, num_bytes in self.host_bytes.items()]
+        text = "Bytes of host memory for the weights of a sleeping model, or kept for its next sleep."
+        yield self._gauge("model_host_bytes", text, taken, ("model_name",))
 
     def _collect_ranks(self, meters: list[tuple[MeteredClient, EngineStats]]) -> Iterator[Metric]:
         """Yield the step and wait times of engines with several ranks."""

@@ -242,6 +242,8 @@ def test_a_model_that_wakes_keeps_its_host_memory_until_another_one_sleeps(
         first = await stand.load("a")
         await stand.retire("a")
         assert await stand.load("a") is first and stand.host_bytes == {"a": 60}
+        page = (await stand.fleet.metrics_text()).decode()
+        assert 'infer_model_host_bytes{model_name="a"} 6.291456e+07' in page
         await stand.retire("a")
         assert await stand.load("a") is first and stand.host_bytes == {"a": 60}, (
             "its own takes no room from it"

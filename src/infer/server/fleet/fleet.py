@@ -366,7 +366,8 @@ class Fleet:
         """Return the page at /metrics: the sum over all API processes."""
         total = self.metrics.sum_with(await self._workers.ask_all(messages.Scrape()))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
-        total.asleep = {name: model.host_bytes for name, model in self.state.asleep.items()}
+        models = (*self.state.asleep.values(), *self.state.models.values())
+        total.host_bytes = {model.name: model.host_bytes for model in models if model.host_bytes}
         return total.text()
 
     async def ask_processes(self, question: Question[T]) -> list[T]:
