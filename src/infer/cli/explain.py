@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import sys
 import urllib.error
 import urllib.parse
@@ -40,7 +41,7 @@ FLAGS: flags.Rows = {
 
 def run(args: argparse.Namespace) -> int:
     """Ask the server, and print its answer."""
-    path = f"/explain/{urllib.parse.quote(args.request_id, safe='/')}"
+    path = f"/explain/{urllib.parse.quote(os.fsencode(args.request_id), safe='/')}"
     headers = {"accept": "application/json" if args.json else "text/plain"}
     if args.api_key is not None:
         headers["authorization"] = f"Bearer {args.api_key}"

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.lesson is None or args.file is None:
         raise ConfigError(f"say which lesson and which file: infer learn {args.what} 1 my_file.py")
+    if args.file.suffix != ".py" and not args.file.is_dir():
+        raise ConfigError(f"the name of your Python file must end in .py, got {args.file}")
     lesson = find_lesson(args.lesson)
     number = LESSONS.index(lesson) + 1
     if args.what == "start":

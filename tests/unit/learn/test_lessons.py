@@ -125,6 +125,18 @@ def test_unknown_lesson_and_missing_file(tmp_path: Path, capsys: pytest.CaptureF
     assert find_lesson("kv-cache") == "kv_cache"
 
 
+@pytest.mark.parametrize("action", ["start", "check"])
+def test_the_file_of_a_lesson_must_end_in_py(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.txt"
+    if action == "check":
+        file.write_text("def generate(): ...\n")
+    assert infer(["learn", action, "1", str(file)]) == 2
+    assert f"the name of your Python file must end in .py, got {file}" in capsys.readouterr().err
+    assert file.exists() is (action == "check")
+
+
 PAGES = sorted((ROOT / "docs/learn").glob("*.md"))
 ROW = re.compile(r"^\w+ +\d+ +[\d.]+ .*$", re.MULTILINE)  # one policy and cache size of a simulation
 

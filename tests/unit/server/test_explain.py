@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
@@ -321,6 +322,9 @@ def test_the_command_prints_the_text_and_says_what_is_wrong(
     (request,) = asked
     assert request.full_url == "http://h:1/explain/cmpl-1%202"
     assert request.headers["Accept"] == "text/plain" and request.headers["Authorization"] == "Bearer k"
+    not_utf8 = os.fsdecode(b"x\xff")  # the server has no such id, and says so
+    assert main(["explain", not_utf8, "--url", "http://h:1"]) == 0
+    assert asked[1].full_url == "http://h:1/explain/x%FF"
     monkeypatch.undo()
     assert main(["explain", "x", "--url", "http://127.0.0.1:1"]) == 2
     assert "cannot reach http://127.0.0.1:1" in capsys.readouterr().err
