@@ -74,7 +74,7 @@ class WeightsAside:
             storage.resize_(self._copies[number].nbytes)
             _bytes_of(storage).copy_(self._copies[number], non_blocking=True)
         if self._storages:
-            torch.cuda.synchronize()  # then the pinned copies can be freed
+            torch.cuda.synchronize()  # the copies may be dropped or reused from here on
 
     @property
     def num_pinned(self) -> int:

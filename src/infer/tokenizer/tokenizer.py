@@ -274,7 +274,7 @@ BYTE_OF_CHAR = _printable_bytes()
 
 
 def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
-    """Return the most characters of a normalized text that a token can represent, or None: there is no limit.
+    """Return the most characters of normalized text that one token can represent; None: without limit.
 
     It is the length of the longest spelling, in which a byte takes a character or more, or of the longest
     normalized text of an added token. Twice that allows for composed characters (up to three become two

@@ -15,8 +15,8 @@ the model come from an *arena*, which takes a buffer back as soon as its last vi
 later operation, like PyTorch's allocator.
 
 A PyTorch operation that computes something would be missing from the list. The recorder detects these: only
-views and allocations are allowed. Any other operation ends the recording before it computes anything: then
-there is no program, only the usual step.
+views and allocations are allowed. Any other operation ends the recording before it computes anything, and
+the step runs without a program.
 """
 
 from __future__ import annotations
